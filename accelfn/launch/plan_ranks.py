@@ -39,15 +39,13 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
     from accelfn.parallel.planning.memory import budget_of
     from accelfn.parallel.planning.optimizer_states import states_of
     from accelfn.parallel.planning.step import plan_step
-    from accelfn.parallel.planning.traffic import traffic_of
 
     ctx = _context(options)
     model = _model(options)
     states = states_of(_optimizer(options), "--optimizer")
     plan = None if ctx.strategy.engine is not None else plan_model(ctx, model)
     # Both follow from one run of the model.
-    step = plan_step(ctx, model, batch=_batch(ctx, model, options))
-    budget, traffic = budget_of(ctx, step, states), traffic_of(ctx, step)
+    budget, traffic = budget_of(ctx, plan_step(ctx, model, batch=_batch(ctx, model, options)), states)
     if form == "table":
         return "\n\n".join(str(part) for part in (plan, budget, traffic) if part is not None)
     if form == "svg":

@@ -181,20 +181,6 @@ def plan_at(
     return plan_rank(plan_whole(ctx, model, engine), pp_rank)
 
 
-def plan_each(
-    ctx: Context, model: nn.Module | ModelFacts, facts: ModelFacts | None = None
-) -> tuple[ModelPlan, ...]:
-    """Return the plan for each coordinate along "pp"; see :func:`plan_model`. Pure.
-
-    Args:
-        ctx: The mesh and the options.
-        model: The model, or its facts.
-        facts: Those of the model, if they have been read.
-    """
-    whole = plan_whole(ctx, model, facts=facts)
-    return tuple(plan_rank(whole, pp_rank) for pp_rank in range(ctx.axis_size("pp")))
-
-
 def plan_whole(
     ctx: Context,
     model: nn.Module | ModelFacts,
@@ -202,7 +188,15 @@ def plan_whole(
     facts: ModelFacts | None = None,
     known: Mapping[str, Any] = MappingProxyType({}),
 ) -> WholePlan:
-    """Return what the plans of all ranks share; see :func:`plan_each`. ``known`` has plans by strategy."""
+    """Return what the plans of all ranks share; see :func:`plan_model`. Pure.
+
+    Args:
+        ctx: The mesh and the options.
+        model: The model, or its facts.
+        engine: As in :func:`plan_model`.
+        facts: Those of the model, if they have been read.
+        known: Plans by strategy, if they have been made.
+    """
     real = None if isinstance(model, ModelFacts) else model
     whole = facts or (model if isinstance(model, ModelFacts) else read_facts(model))
     mesh = ctx.mesh_plan

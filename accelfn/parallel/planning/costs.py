@@ -1,9 +1,11 @@
-"""What the passes of a batch keep and exchange: by segment, by stage and as a whole. Pure."""
+"""What the passes of a batch keep and exchange: by segment and by stage. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 """Kinds of communication; "send" is from one rank to another."""
@@ -54,29 +56,54 @@ def merge(exchanges: Iterable[Exchange]) -> tuple[Exchange, ...]:
     return tuple(one for one in merged.values() if one.received)
 
 
-class Segment(NamedTuple):
+def received_in_ring(size: int, num_ranks: int) -> int:
+    """Return the bytes that each of some ranks receives of a tensor that they gather, or reduce to shards."""
+    return size * (num_ranks - 1) // num_ranks
+
+
+Storages = dict[int, Any]
+"""Storages without memory by their addresses, which are unique while they are in here."""
+
+
+@dataclass(slots=True)
+class Segment:
     """A part of the computation: a call of a block with what follows it, or what precedes the first block.
 
     Attributes:
-        names: Names of the blocks that it stands for, equal ones after the first, in the order of their
-            calls; "" for what precedes the first block.
-        entering: The storage of the tensor that it gets from the segment before, and its bytes; None of the
-            first.
+        name: Name of the block; "" for what precedes the first one.
+        entering: The storage of the tensor that it gets from the segment before; None of the first.
         sent: Bytes of that tensor itself.
-        saved: Bytes of the storages that autograd keeps for it, by storage; of a recomputed block its inputs.
-        recomputed: The same for what its recomputed blocks save again in the backward pass, by their names.
+        saved: The storages that autograd keeps for it; of a recomputed block its inputs.
+        new: Bytes of those that no segment before has.
+        recomputed: What its recomputed blocks save again in the backward pass, by their names.
         exchanges: Of activations in both passes, with the repeated forward pass of recomputed blocks.
         largest: Bytes of the largest tensor that one of its operations computes, without gradients
             and casts of parameters.
     """
 
-    names: tuple[str, ...]
-    entering: tuple[int, int] | None
-    sent: int
-    saved: Mapping[int, int]
-    recomputed: Mapping[str, Mapping[int, int]]
-    exchanges: tuple[Exchange, ...]
-    largest: int
+    name: str
+    entering: Any = None
+    sent: int = 0
+    saved: Storages = field(default_factory=Storages)
+    new: int = 0
+    recomputed: dict[str, Storages] = field(default_factory=dict[str, Storages])
+    exchanges: list[Exchange] = field(default_factory=list[Exchange])
+    largest: int = 0
+
+
+class Weights(NamedTuple):
+    """What a rank holds of parameters, in bytes; the names are those of :class:`accelfn.Budget`."""
+
+    parameters: int
+    padding: int
+    gradients: int
+    optimizer: int
+    optimizer_name: str
+    buckets: int = 0
+    gathered: int = 0
+    unreduced: int = 0
+    reduced: int = 0
+    offload: bool = False
 
 
 class StageCost(NamedTuple):
@@ -98,55 +125,37 @@ class StageCost(NamedTuple):
     largest: int
 
 
-class StepCost(NamedTuple):
-    """Cost of a model's passes on a rank that has all blocks, by segment.
+def stages_of(segments: Sequence[Segment], starts: Sequence[str] = ()) -> tuple[StageCost, ...]:
+    """Return the cost of each stage.
 
-    Attributes:
-        segments: In the order of their calls.
+    Args:
+        segments: In the order of their calls; one that is like the one before it has the same ``saved``.
+        starts: The block that each stage but the first begins with. None for a single stage.
     """
+    names = [segment.name for segment in segments]
+    bounds = [0, *(names.index(name) for name in starts), len(names)]
+    return tuple(_stage(segments, start, end) for start, end in pairwise(bounds))
 
-    segments: tuple[Segment, ...]
 
-    def stages(self, starts: Sequence[str] = ()) -> tuple[StageCost, ...]:
-        """Return the cost of each stage.
-
-        Args:
-            starts: The block that each stage but the first begins with. None for a single stage.
-        """
-        names = [name for segment in self.segments for name in segment.names]
-        bounds = [0, *(names.index(name) for name in starts), len(names)]
-        return tuple(self._stage(bounds[index], bounds[index + 1]) for index in range(len(bounds) - 1))
-
-    def _stage(self, start: int, end: int) -> StageCost:
-        """Return the cost of the blocks from ``start`` to ``end``, by place in the order of calls."""
-        held: dict[int, int] = {}
-        repeated = 0
-        inner: list[Mapping[int, int]] = []
-        entering: tuple[int, int] | None = None
-        leaving: tuple[int, int] | None = None
-        received = first = 0
-        own: list[tuple[int, Segment]] = []
-        earlier: set[int] = set()
-        for segment in self.segments:
-            count = len(range(max(start, first), min(end, first + len(segment.names))))
-            if count:
-                if not own:
-                    entering, received = segment.entering if start else None, segment.sent if start else 0
-                own.append((count, segment))
-                held |= segment.saved
-                inner += segment.recomputed.values()
-                new = sum(size for key, size in segment.saved.items() if key not in earlier)
-                repeated += (count - 1) * new
-            elif own and leaving is None:
-                leaving = segment.entering
-            earlier |= segment.saved.keys()
-            first += len(segment.names)
-        held |= dict(found for found in (entering, leaving) if found is not None)
-        extra = [sum(size for key, size in block.items() if key not in held) for block in inner]
-        return StageCost(
-            kept=sum(held.values()) + repeated,
-            recomputed=max(extra, default=0),
-            received=received,
-            exchanges=merge(one.times(count) for count, segment in own for one in segment.exchanges),
-            largest=max(segment.largest for _, segment in own),
-        )
+def _stage(segments: Sequence[Segment], start: int, end: int) -> StageCost:
+    own = segments[start:end]
+    held = Storages()
+    for segment in own:
+        held |= segment.saved
+    leaving = next((one.entering for one in segments[end:] if one.saved is not own[-1].saved), None)
+    held |= {one._cdata: one for one in (own[0].entering, leaving) if one is not None}
+    inner = [block for segment in own for block in segment.recomputed.values()]
+    return StageCost(
+        kept=sum(storage.nbytes() for storage in held.values())
+        + sum(one.new for before, one in pairwise(own) if one.saved is before.saved),
+        recomputed=max(
+            (sum(one.nbytes() for key, one in block.items() if key not in held) for block in inner), default=0
+        ),
+        received=own[0].sent,
+        exchanges=merge(
+            one
+            for segment in own
+            for one in sorted(segment.exchanges, key=lambda one: one.during, reverse=True)  # forward first
+        ),
+        largest=max(segment.largest for segment in own),
+    )

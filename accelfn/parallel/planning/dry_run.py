@@ -11,7 +11,9 @@ import copy
 import uuid
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -19,17 +21,18 @@ from torch.utils import _pytree
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.facts import ModelFacts, owner_of
+from accelfn.parallel.facts import ModelFacts
 from accelfn.parallel.plan import ModelPlan
-from accelfn.parallel.planning.costs import StepCost
-from accelfn.parallel.planning.recorder import CountedTraffic, FusedAttention, Recorder
-from accelfn.parallel.planning.repeats import Repeats, find_repeats
+from accelfn.parallel.planning.costs import Segment
+from accelfn.parallel.planning.recorder import FusedAttention, Recorder
+from accelfn.parallel.planning.repeats import find_repeats
 from accelfn.parallel.pointers import named, retie
 from accelfn.parallel.strategies.attention import apply_attention
-from accelfn.parallel.strategies.fp8 import Fp8Plan, apply_fp8
+from accelfn.parallel.strategies.fp8 import apply_fp8
+from accelfn.parallel.strategies.fsdp_plan import ShardPlan
 from accelfn.parallel.strategies.pipeline_plan import outer_blocks
 from accelfn.parallel.strategies.precision import MixedPrecisionForward
-from accelfn.parallel.strategies.tensor import TensorPlan, apply_tensor
+from accelfn.parallel.strategies.tensor import apply_tensor
 from accelfn.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -40,12 +43,14 @@ def dry_run(
     ctx: Context,
     model: nn.Module,
     facts: ModelFacts,
-    plans: Sequence[ModelPlan],
+    plan: ModelPlan,
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Any] | None,
+    *,
+    split: Sequence[str] = (),
     dtype: torch.dtype | None = None,
-) -> StepCost:
-    """Return the cost of the forward and backward pass of a batch. Pure.
+) -> tuple[Segment, ...]:
+    """Return the cost of the forward and backward pass of a batch, on ranks that have all blocks. Pure.
 
     Ranks: local.
 
@@ -53,11 +58,12 @@ def dry_run(
         ctx: The mesh, the device and the precision.
         model: Not prepared yet; not changed. Simulated in train mode.
         facts: Of the model.
-        plans: Plans of the model for each place along "pp".
+        plan: Of the model without a pipeline.
         batch: Argument of the loss function, with tensors of any device; only shapes and dtypes count.
         loss_fn: Called with the model and the batch, returns a tree of tensors; those with a gradient are
             differentiated. None to call the model with the batch.
-        dtype: That an engine converts the model to; None for that of the plans.
+        split: Names of further modules whose calls begin segments, as those of blocks do.
+        dtype: That an engine converts the model to; None for that of the plan.
 
     Raises:
         ConfigurationError: The computation depends on values, or experts are spread over ranks.
@@ -65,26 +71,24 @@ def dry_run(
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    if any(plan.experts is not None for plan in plans):
+    if plan.experts is not None:
         raise ConfigurationError(
             "a plan with a batch: the rows that reach a rank's experts depend on values, and so does the "
             "memory of a batch. Leave batch out where ep_size is above 1."
         )
     blocks = outer_blocks(facts)
-    pipeline = plans[0].pipeline
-    starts = dict.fromkeys((*blocks, *(() if pipeline is None else pipeline.split)))
-    repeats = find_repeats(model, blocks)
-    if repeats:
-        kept = {name for run in repeats for name in run.names[len(run.kept) :]}
+    starts = [*dict.fromkeys((*blocks, *split))]
+    simulate = partial(_simulate, ctx, model, plan, batch, loss_fn, dtype, starts)
+    if repeats := find_repeats(model, blocks):
         try:
-            short = _simulate(ctx, model, plans, batch, loss_fn, dtype, [*starts], repeats)
-        # The model may count on all of its blocks; if it fails with them too, that is raised below.
+            found = {segment.name: segment for segment in simulate(repeats)}
+        # The model may need what all of its blocks do; if it fails with them too, that is raised below.
         except Exception:  # noqa: BLE001
-            short = None
-        if short is not None and _ran_once(short, [name for name in starts if name not in kept]):
-            return _prolong(short, repeats)
+            found = {}
+        if [*found] == ["", *starts]:
+            return tuple(replace(found[repeats.get(name, name)], name=name) for name in found)
     try:
-        return _simulate(ctx, model, plans, batch, loss_fn, dtype, [*starts])
+        return tuple(simulate({}))
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ConfigurationError(
             f"a plan with a batch: the computation of {type(model).__name__} or loss_fn depends on values of "
@@ -93,72 +97,60 @@ def dry_run(
         ) from error
 
 
-def _ran_once(cost: StepCost, blocks: Sequence[str]) -> bool:
-    return [name for segment in cost.segments for name in segment.names if name] == [*blocks]
-
-
-def _prolong(cost: StepCost, repeats: Sequence[Repeats]) -> StepCost:
-    """Return the cost of a model from that of the shortened one."""
-    names = {name: names for run in repeats for name, names in run.stands_for.items()}
-    return StepCost(
-        tuple(segment._replace(names=names.get(segment.names[0], segment.names)) for segment in cost.segments)
-    )
-
-
 def _simulate(
     ctx: Context,
     model: nn.Module,
-    plans: Sequence[ModelPlan],
+    plan: ModelPlan,
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Any] | None,
     dtype: torch.dtype | None,
     starts: Sequence[str],
-    repeats: Sequence[Repeats] = (),
-) -> StepCost:
-    """Run both passes of a copy of a model, in which of ``repeats`` only the kept blocks are left."""
+    repeats: Mapping[str, str],
+) -> Sequence[Segment]:
+    """Run both passes of a copy of a model, where blocks that another stands for return its output."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    gone = {name for run in repeats for name in run.names[len(run.kept) :]}
-
-    def is_here(name: str) -> bool:
-        return owner_of(name, gone) is None
-
-    plan = plans[0]
-    traffic = CountedTraffic()
-    tensor = _merge_tensor_plans(plans, is_here)
-    attention = plan.attention
+    recorder = Recorder()
     with ExitStack() as stack:
-        # Before the fake mode: a device mesh reads its own tensor.
-        tp = None if tensor is None else stack.enter_context(_absent_ranks("tp", tensor.size, traffic))
-        seq = None
-        if attention is not None:
-            seq = stack.enter_context(_absent_ranks(attention.axis, attention.size, traffic))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.enable_grad())
-        twin = _copy(model, plans, dtype, ctx.device, repeats)
-        if tensor is not None and tp is not None:
+        twin = _copy(model, plan.shard, dtype, ctx.device)
+        if (tensor := plan.tensor) is not None:
+            mesh, _ = stack.enter_context(_absent_ranks("tp", tensor.size, recorder))
             before = named(twin)
-            apply_tensor(twin, tensor, tp.mesh)
+            apply_tensor(twin, tensor, mesh)
             retie(before, twin)
-        if attention is not None and seq is not None:
-            names = (
-                name for other in plans if other.attention is not None for name in other.attention.modules
-            )
-            everywhere = attention._replace(modules=tuple(filter(is_here, dict.fromkeys(names))))
-            apply_attention(twin, everywhere, seq.group, ring=traffic.attend_in_ring)
-        if (fp8 := _merge_fp8_plans(plans, is_here)) is not None:
-            apply_fp8(twin, fp8)
+        if (attention := plan.attention) is not None:
+            _, group = stack.enter_context(_absent_ranks(attention.axis, attention.size, recorder))
+            apply_attention(twin, attention, group, ring=recorder.attend_in_ring)
+        if plan.fp8 is not None:
+            apply_fp8(twin, plan.fp8)
         if dtype is None:
-            _set_precision(ctx, twin, plans, is_here)
-        recomputed = {name for other in plans for name in other.recomputed if is_here(name)}
-        recorder = Recorder(twin, [name for name in starts if is_here(name)], recomputed, traffic)
+            _set_precision(ctx, twin, plan.shard)
+        _skip(twin, repeats)
+        recorder.watch(twin, starts, plan.recomputed)
         fake_batch = _without_memory(batch, ctx.device)
-        with traffic, FusedAttention():
-            with recorder.recording():
+        with recorder, FusedAttention():
+            with recorder.forward_pass():
                 result = _call(twin, fake_batch) if loss_fn is None else loss_fn(twin, fake_batch)
-            saved = recorder.read()
             _differentiate(result)
-    return recorder.cost(saved)
+    return recorder.segments
+
+
+def _skip(model: nn.Module, repeats: Mapping[str, str]) -> None:
+    """Make blocks return the output of another one."""
+    outputs: dict[str, Any] = {}
+
+    def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = output
+
+    def again(name: str, *args: Any, **kwargs: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.view_as(tensor), outputs[name])  # each has its own gradient
+
+    for name in {*repeats.values()}:
+        model.get_submodule(name).register_forward_hook(partial(keep, name))
+    for name, other in repeats.items():
+        model.get_submodule(name).forward = partial(again, other)
 
 
 def _without_memory(batch: Any, device: torch.device) -> Any:
@@ -192,108 +184,53 @@ def _differentiate(result: Any) -> None:
 
 
 def _copy(
-    model: nn.Module,
-    plans: Sequence[ModelPlan],
-    to_dtype: torch.dtype | None,
-    device: torch.device,
-    repeats: Sequence[Repeats],
+    model: nn.Module, shard: ShardPlan | None, to_dtype: torch.dtype | None, device: torch.device
 ) -> nn.Module:
     """Return a copy of a model with fake tensors, in the dtypes in which it computes. Keeps ties and strides.
 
-    Of ``repeats`` it has the kept blocks only, under their own names.
-
     Runs inside of the fake mode.
     """
-    shards = [plan.shard for plan in plans if plan.shard is not None]
-    whole = {name for shard in shards for name in shard.ignored}
-    gone = {name for run in repeats for name in run.names[len(run.kept) :]}
-    memo: dict[int, Any] = {id(model.get_submodule(name)): None for name in gone}
+    memo: dict[int, Any] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if owner_of(name, gone) is not None:
-            continue
-        dtype = tensor.dtype
-        is_parameter = isinstance(tensor, nn.Parameter)
-        if to_dtype is not None and dtype.is_floating_point:
-            dtype = to_dtype
-        elif shards and is_parameter and name not in whole and dtype.is_floating_point:
-            dtype = shards[0].param_dtype or dtype
+        dtype, is_parameter = tensor.dtype, isinstance(tensor, nn.Parameter)
+        if dtype.is_floating_point:
+            gathered = shard.param_dtype if shard is not None and name not in shard.ignored else None
+            dtype = to_dtype or (gathered if is_parameter else None) or dtype
         fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
         memo[id(tensor)] = nn.Parameter(fake, requires_grad=tensor.requires_grad) if is_parameter else fake
-    twin = copy.deepcopy(model, memo)
-    for run in repeats:
-        modules = cast("Any", twin.get_submodule(run.container))._modules
-        for key in run.keys[len(run.kept) :]:
-            del modules[key]
-    return twin.train()
+    return copy.deepcopy(model, memo).train()
 
 
-def _merge_tensor_plans(plans: Sequence[ModelPlan], is_here: Callable[[str], bool]) -> TensorPlan | None:
-    """Merge the plans of all stages, for the modules that are left."""
-    found = [plan.tensor for plan in plans if plan.tensor is not None]
-    if not found:
-        return None
-    return found[0]._replace(
-        styles={name: style for plan in found for name, style in plan.styles.items() if is_here(name)},
-        heads={name: counts for plan in found for name, counts in plan.heads.items() if is_here(name)},
-        logits=frozenset(name for plan in found for name in plan.logits if is_here(name)),
-        follows={name: leader for plan in found for name, leader in plan.follows.items() if is_here(name)},
-    )
-
-
-def _merge_fp8_plans(plans: Sequence[ModelPlan], is_here: Callable[[str], bool]) -> Fp8Plan | None:
-    """Merge the plans of all stages, for the modules that are left."""
-    found = [plan.fp8 for plan in plans if plan.fp8 is not None]
-    if not found:
-        return None
-    return found[0]._replace(
-        converted=tuple(dict.fromkeys(name for plan in found for name in plan.converted if is_here(name))),
-        norms=tuple(dict.fromkeys(name for plan in found for name in plan.norms if is_here(name))),
-    )
-
-
-def _set_precision(
-    ctx: Context, model: nn.Module, plans: Sequence[ModelPlan], is_here: Callable[[str], bool]
-) -> None:
+def _set_precision(ctx: Context, model: nn.Module, shard: ShardPlan | None) -> None:
     """Compute under autocast, with the casts of FSDP, or both."""
-    shards = [plan.shard for plan in plans if plan.shard is not None]
-    if ctx.precision.mode != "no" and (not shards or shards[0].autocasts):
+    if ctx.precision.mode != "no" and (shard is None or shard.autocasts):
         model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
-    if not shards:
+    if shard is None:
         return
-    policy = shards[0]
 
-    def cast_to(tree: Any, dtype: torch.dtype) -> Any:
+    def cast_to(dtype: torch.dtype, tree: Any) -> Any:
         return map_tensors(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
-    def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtype = cast("torch.dtype", policy.param_dtype)
-        return cast_to(args, dtype), cast_to(kwargs, dtype)
-
-    if policy.cast_inputs and policy.param_dtype is not None:
-        for name in {name for shard in shards for name in shard.units if is_here(name)}:
-            model.get_submodule(name).register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    if policy.output_dtype is not None:
-        dtype = policy.output_dtype
-        model.register_forward_hook(lambda module, args, output: cast_to(output, dtype))
-
-
-class _Ranks(NamedTuple):
-    """The ranks along one axis, as mesh and process group."""
-
-    mesh: Any
-    group: dist.ProcessGroup
+    if shard.cast_inputs and (param_dtype := shard.param_dtype) is not None:
+        for name in shard.units:
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda module, args, kwargs: cast_to(param_dtype, (args, kwargs)), with_kwargs=True
+            )
+    if (output_dtype := shard.output_dtype) is not None:
+        model.register_forward_hook(lambda module, args, output: cast_to(output_dtype, output))
 
 
 @contextmanager
 def _absent_ranks(
-    axis: Literal["tp", "cp", "sp"], size: int, traffic: CountedTraffic
-) -> Generator[_Ranks, None, None]:
-    """Yield ranks that don't exist; collectives between them are counted.
+    axis: str, size: int, recorder: Recorder
+) -> Generator[tuple[Any, dist.ProcessGroup], None, None]:
+    """Yield the mesh and the group of ranks that don't exist; collectives between them are recorded.
 
     Torch identifies a group by its name. The mesh must differ from all others, since torch caches results for
     equal meshes.
     """
     import torch.distributed as dist
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import DeviceMesh
 
     torchs = cast("Any", torch)._C._distributed_c10d
@@ -304,11 +241,12 @@ def _absent_ranks(
     group._set_group_name(name)
     torchs._register_process_group(name, group)
     try:
-        mesh: Any = cast("Any", DeviceMesh)(
-            "cpu", torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=0
-        )
+        with unset_fake_temporarily():  # a device mesh reads its own tensor
+            mesh: Any = cast("Any", DeviceMesh)(
+                "cpu", torch.arange(size), mesh_dim_names=(name,), _init_backend=False, _rank=0
+            )
         mesh._dim_group_names = [name]
-        traffic.axes[name] = axis, size
-        yield _Ranks(mesh, group)
+        recorder.axes[name] = axis, size
+        yield mesh, group
     finally:
         torchs._unregister_process_group(name)

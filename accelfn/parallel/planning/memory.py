@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, NamedTuple, cast
+from math import prod
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from accelfn.context import Context, takes_context
-from accelfn.parallel.facts import ModelFacts, owner_of, table_text
+from accelfn.parallel.facts import ModelFacts, table_text
 from accelfn.parallel.plan import ModelPlan
+from accelfn.parallel.planning.costs import Weights
 from accelfn.parallel.planning.optimizer_states import OptimizerKind, OptimizerStates, states_of
 from accelfn.parallel.planning.step import StepPlan, plan_step
-from accelfn.parallel.planning.traffic import traffic_at, whole_units
-from accelfn.parallel.planning.zero import ZeroPlan, memory_of_zero
-from accelfn.parallel.strategies.fsdp_plan import ShardPlan
+from accelfn.parallel.planning.traffic import Traffic, gathered_units, sizes_of_units, traffic_at
+from accelfn.parallel.planning.zero import weights_of_zero
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.structure import size_text
 
@@ -218,121 +217,75 @@ def plan_memory(
     """
     states = states_of(optimizer, "plan_memory")
     step = plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn)
-    return budget_of(ctx, step, states)
+    return budget_of(ctx, step, states)[0]
 
 
-def budget_of(ctx: Context, step: StepPlan, states: OptimizerStates) -> Budget:
-    """Return the budget of the ranks that need most."""
-    moved = {place: traffic_at(ctx, step, place).moved for place in step.plans}
-    budgets = (budget_at(ctx, step, place, states, moved[place]) for place in step.plans)
-    return max(budgets, key=lambda budget: budget.total)
+def budget_of(ctx: Context, step: StepPlan, states: OptimizerStates) -> tuple[Budget, Traffic]:
+    """Return the budget of the ranks that need most, and the traffic of those that receive most."""
+    traffics = {place: traffic_at(ctx, step, place) for place in step.plans}
+    budgets = (_budget_at(ctx, step, place, states, traffic.moved) for place, traffic in traffics.items())
+    return (
+        max(budgets, key=lambda budget: budget.total),
+        max(traffics.values(), key=lambda traffic: traffic.received),
+    )
 
 
-def budget_at(
+def _budget_at(
     ctx: Context, step: StepPlan, place: int, states: OptimizerStates, moved: Mapping[str, int]
 ) -> Budget:
     """Return the budget of the ranks at a place along "pp", which receive ``moved`` along each axis."""
-    if step.zero is not None:
-        return _budget_of_zero(step, step.zero, place, states, moved)
-    plan, facts = step.plans[place], step.facts
-    local = step.local(place)
-    names = local.own_names
-    shard = plan.shard
-    numel = local.numel if shard is None else partial(shard.shard_numel, local)
-    kept = {name: numel(name) * local.dtypes[name].itemsize for name in names}
-    over = {name: 1 if shard is None else shard.shards_of(name) for name in names}
-    trained = [name for name in names if name in facts.trainable]
-    shapes = Counter((_shard_shape(shard, local, name), local.dtypes[name]) for name in trained)
-    parameters = sum(kept.values())
-    gradients = sum(kept[name] for name in trained)
-    ddp = ctx.strategy.ddp
-    has_buckets = plan.engine == "ddp" and ctx.reduction is None and not ddp.gradient_as_bucket_view
-    holds_whole = step.num_batches > 1 and not ctx.accumulation.sync_each_batch
+    if step.zero is None:
+        weights = _weights(ctx, step, place, states)
+    else:
+        weights = weights_of_zero(step.zero, step.facts, states)
+    activations, own = None, step.own_stages(place)
+    if own:
+        sizes = {stage: cost.kept for stage, cost in own.items()}
+        activations = sizes[0] if step.schedule is None else step.schedule.most_kept(place, sizes)
     return Budget(
-        num_ranks=plan.mesh.num_ranks,
-        whole=facts.size_bytes(*facts.own_names),
+        num_ranks=step.plans[place].mesh.num_ranks,
+        whole=step.facts.size_bytes(*step.facts.own_names),
+        **weights._asdict(),
+        accumulates=step.accumulates,
+        activations=activations,
+        recomputed=max((cost.recomputed for cost in own.values()), default=0),
+        temporary=max((cost.largest for cost in own.values()), default=0),
+        moved=moved,
+    )
+
+
+def _weights(ctx: Context, step: StepPlan, place: int, states: OptimizerStates) -> Weights:
+    plan, local = step.plans[place], step.local(place)
+    names, shard = local.own_names, plan.shard
+    shapes = {name: local.shapes[name] if shard is None else shard.shard_shape(local, name) for name in names}
+    kept = {name: prod(shape) * local.dtypes[name].itemsize for name, shape in shapes.items()}
+    trained = [name for name in names if name in step.facts.trainable]
+    parameters, gradients = sum(kept.values()), sum(kept[name] for name in trained)
+    weights = Weights(
         parameters=parameters,
-        padding=parameters - sum(local.size_bytes(name) // over[name] for name in names),
+        padding=0,
         gradients=gradients,
-        optimizer=sum(count * states.bytes_of(*one) for one, count in shapes.items()),
+        optimizer=sum(states.bytes_of(shapes[name], local.dtypes[name]) for name in trained),
         optimizer_name=states.name,
-        buckets=gradients if has_buckets else 0,
-        gathered=0 if shard is None else _gathered(whole_units(plan, local), shard.reshard),
-        unreduced=shard.unreduced_bytes if shard is not None and holds_whole else 0,
-        reduced=0 if shard is None else _reduced(shard, local),
-        accumulates=step.accumulates,
-        **activations_at(step, place)._asdict(),
-        moved=moved,
-        offload=shard is not None and shard.offload,
     )
+    if shard is None:
+        has_buckets = plan.engine == "ddp" and ctx.reduction is None
+        has_buckets = has_buckets and not ctx.strategy.ddp.gradient_as_bucket_view
+        return weights._replace(buckets=gradients if has_buckets else 0)
 
+    def width(name: str) -> int:
+        """Return the bytes of an element of an unsharded gradient, and of the copy that is reduced."""
+        if name not in step.facts.trainable or shard.shards_of(name) == 1:
+            return 0
+        dtype = shard.param_dtype or local.dtypes[name]
+        return dtype.itemsize + (shard.reduce_dtype or dtype).itemsize
 
-def _budget_of_zero(
-    step: StepPlan, zero: ZeroPlan, place: int, states: OptimizerStates, moved: Mapping[str, int]
-) -> Budget:
-    """Return the budget of a rank where DeepSpeed trains."""
-    facts = step.facts
-    return Budget(
-        num_ranks=zero.num_ranks,
-        whole=facts.size_bytes(*facts.own_names),
-        **memory_of_zero(zero, facts, states)._asdict(),
-        buckets=0,
-        optimizer_name=f"{states.name}{', with float32 copies of the parameters' * (zero.stage > 0)}",
-        unreduced=0,
-        reduced=0,
-        accumulates=step.accumulates,
-        **activations_at(step, place)._asdict(),
-        moved=moved,
-        offload=False,
+    *units, rest = gathered_units(plan, shard, local).values()
+    holds_whole = step.num_batches > 1 and not ctx.accumulation.sync_each_batch
+    return weights._replace(
+        padding=parameters - sum(local.size_bytes(name) // shard.shards_of(name) for name in names),
+        gathered=rest + sum(sorted(units)[-2:] if shard.reshard else units),
+        unreduced=shard.unreduced_bytes if holds_whole else 0,
+        reduced=max(sizes_of_units(shard, local, width).values()),
+        offload=shard.offload,
     )
-
-
-def _shard_shape(shard: ShardPlan | None, facts: ModelFacts, name: str) -> tuple[int, ...]:
-    """Return the shape of a rank's shard of a parameter."""
-    shape = facts.shapes[name]
-    if shard is None or shard.shards_of(name) == 1:
-        return shape
-    dim, num_shards = shard.expert_dims.get(name, 0), shard.shards_of(name)
-    return (*shape[:dim], -(-shape[dim] // num_shards), *shape[dim + 1 :])
-
-
-class Activations(NamedTuple):
-    """What a batch takes of a rank, in bytes; the names are those of :class:`Budget`."""
-
-    activations: int | None
-    recomputed: int
-    temporary: int
-
-
-def activations_at(step: StepPlan, place: int) -> Activations:
-    """Return what a batch takes of the ranks at a place along "pp"."""
-    if step.stages is None:
-        return Activations(None, 0, 0)
-    if step.schedule is None:
-        (stage,) = step.stages
-        return Activations(stage.kept, stage.recomputed, stage.largest)
-    own = [step.stages[stage] for stage in step.schedule.stages_of(place)]
-    sizes = {stage: step.stages[stage].kept for stage in step.schedule.stages_of(place)}
-    return Activations(
-        step.schedule.most_kept(place, sizes),
-        max(stage.recomputed for stage in own),
-        max(stage.largest for stage in own),
-    )
-
-
-def _reduced(shard: ShardPlan, facts: ModelFacts) -> int:
-    """Return the most bytes of a unit's unsharded gradients, and of the copy that is reduced."""
-    sizes = dict.fromkeys(shard.units, 0)
-    units, left_out = frozenset(shard.units), frozenset(shard.left_out)
-    for name in facts.own_names:
-        if name in facts.trainable and name not in left_out and shard.shards_of(name) > 1:
-            dtype = shard.param_dtype or facts.dtypes[name]
-            width = dtype.itemsize + (shard.reduce_dtype or dtype).itemsize
-            owner = cast("str", owner_of(name, units))
-            sizes[owner] += shard.shards_of(name) * shard.shard_numel(facts, name) * width
-    return max(sizes.values())
-
-
-def _gathered(sizes: Mapping[str, int], reshard: bool) -> int:
-    *units, rest = sizes.values()
-    return rest + sum(sorted(units)[-2:] if reshard else units)

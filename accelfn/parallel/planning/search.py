@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -15,12 +17,12 @@ from accelfn.context.config import GradientAccumulationPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.plan import WholePlan, plan_rank, plan_whole
-from accelfn.parallel.planning.costs import StageCost, StepCost
+from accelfn.parallel.planning.costs import Segment, StageCost, stages_of
 from accelfn.parallel.planning.dry_run import dry_run
-from accelfn.parallel.planning.memory import PARTS, Budget, activations_at, budget_at
+from accelfn.parallel.planning.memory import PARTS, Budget, budget_of
 from accelfn.parallel.planning.optimizer_states import OptimizerKind, OptimizerStates, states_of
 from accelfn.parallel.planning.step import StepPlan
-from accelfn.parallel.planning.traffic import Traffic, traffic_at
+from accelfn.parallel.planning.traffic import Traffic
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan, SchedulePlan
 from accelfn.parallel.strategies.tensor import TensorPlan
 from accelfn.tree.bars import Bar, draw_bars_svg
@@ -209,7 +211,17 @@ def search_meshes(
         if number < 1:
             raise ConfigurationError(f"search_meshes: {name} must be at least 1, got {number}.")
     states = states_of(optimizer, "search_meshes")
-    search = _Search(model, memory, num_rows, make_batch, loss_fn, states, ranks_per_node, options)
+    search = _Search(
+        model=model,
+        memory=memory,
+        num_rows=num_rows,
+        make_batch=make_batch,
+        loss_fn=loss_fn,
+        states=states,
+        ranks_per_node=ranks_per_node,
+        options=options,
+        facts=read_facts(model),
+    )
     found = [search.lay_out(mesh) for mesh in _meshes(num_ranks, axes)]
     layouts = [one for one in found if isinstance(one, Layout)]
     refused = [one for one in found if isinstance(one, RefusedMesh)]
@@ -217,116 +229,95 @@ def search_meshes(
     return MeshSearch(num_ranks, memory, num_rows, tuple(layouts), tuple(refused))
 
 
-def _meshes(num_ranks: int, axes: Sequence[str]) -> Iterator[MeshPlan]:
+def _meshes(num_ranks: int, axes: Sequence[str]) -> list[MeshPlan]:
     """List the meshes of a number of ranks, with more than one rank along some of ``axes`` only."""
-
-    def split(rest: int, left: Sequence[str]) -> Iterator[tuple[int, ...]]:
-        if not left:
-            if rest == 1:
-                yield ()
-            return
-        sizes = [size for size in range(1, rest + 1) if rest % size == 0] if left[0] in axes else [1]
-        for size in sizes:
-            for others in split(rest // size, left[1:]):
-                yield (size, *others)
-
-    for sizes in split(num_ranks, AXES):
-        yield MeshPlan(sizes)
+    found: list[tuple[tuple[int, ...], int]] = [((), num_ranks)]
+    for axis in AXES:
+        found = [
+            ((*sizes, size), rest // size)
+            for sizes, rest in found
+            for size in (range(1, rest + 1) if axis in axes else [1])
+            if rest % size == 0
+        ]
+    return [MeshPlan(sizes) for sizes, rest in found if rest == 1]
 
 
-class _TooLargeError(ConfigurationError):
-    """A model doesn't fit."""
-
-    def __init__(self, needed: int, batch: str) -> None:
-        super().__init__(f"a rank needs {size_text(needed)}, with one row in a {batch}")
-        self.needed: int = needed
-
-
+@dataclass(frozen=True, kw_only=True)
 class _Search:
-    """The parts of a search that meshes share, each made for the first one that needs it."""
+    """The parts of a search that meshes share, some of them made for the first one that needs it."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        memory: int,
-        num_rows: int,
-        make_batch: Callable[[Context, int], Any],
-        loss_fn: Callable[[nn.Module, Any], Any] | None,
-        states: OptimizerStates,
-        ranks_per_node: int,
-        options: ContextOptions,
-    ) -> None:
-        self._model, self._memory, self._num_rows = model, memory, num_rows
-        self._make_batch, self._loss_fn = make_batch, loss_fn
-        self._states, self._ranks_per_node, self._options = states, ranks_per_node, options
-        self._facts: ModelFacts = read_facts(model)
-        self._tensors: dict[int, TensorPlan] = {}
-        self._costs: dict[tuple[object, ...], StepCost | ConfigurationError] = {}
+    model: nn.Module
+    memory: int
+    num_rows: int
+    make_batch: Callable[[Context, int], Any]
+    loss_fn: Callable[[nn.Module, Any], Any] | None
+    states: OptimizerStates
+    ranks_per_node: int
+    options: ContextOptions
+    facts: ModelFacts
+    tensors: dict[int, TensorPlan] = field(default_factory=dict[int, TensorPlan])
+    costs: dict[tuple[object, ...], Sequence[Segment] | ConfigurationError] = field(
+        default_factory=dict[tuple[object, ...], "Sequence[Segment] | ConfigurationError"]
+    )
 
     def lay_out(self, mesh: MeshPlan) -> Layout | RefusedMesh:
         """Return the step in a mesh, or why the model doesn't train in it."""
         try:
             return self._lay_out(mesh)
         except ConfigurationError as error:
-            needed = error.needed if isinstance(error, _TooLargeError) else None
             reason, *more = str(error).splitlines()
             if reason.endswith(":"):  # a list follows
                 reason += " " + more[0].lstrip(" -")
-            return RefusedMesh(name_of(mesh), reason, needed)
+            return RefusedMesh(name_of(mesh), reason, None)
 
-    def _lay_out(self, mesh: MeshPlan) -> Layout:
+    def _lay_out(self, mesh: MeshPlan) -> Layout | RefusedMesh:
+        """Return the step with the fewest batches that fit; in a pipeline microbatches have one row."""
         rows = self._rows_of_rank(mesh)
-        ctx = self._context(mesh)
-        known = {"tensor": self._tensors.get(mesh.size("tp"))}
-        shared = plan_whole(ctx, self._model, facts=self._facts, known=known)
-        if shared.plans["tensor"] is not None:
-            self._tensors[mesh.size("tp")] = shared.plans["tensor"]
-        schedule: SchedulePlan | None = shared.plans["schedule"]
-        if schedule is None:
-            bare, budgets = self._plan(shared, [0])
-            num_batches = batches = self._fewest_batches(shared, budgets[0], rows)
-            rows //= batches
-            stages = self._stages(shared, rows)
-        else:
-            num_batches, batches, rows = 1, rows, 1
-            shared = shared.but(schedule=schedule._replace(num_microbatches=batches))
-            stages = self._stages(shared, rows)
-            bare, budgets = self._plan(shared, _places(shared, stages))
-        step = bare._replace(stages=stages, num_batches=num_batches)
-        traffics = {place: traffic_at(ctx, step, place) for place in budgets}
-        whole = [
-            budget._replace(
-                moved=traffics[place].moved,
-                accumulates=step.accumulates,
-                **activations_at(step, place)._asdict(),
-            )
-            for place, budget in budgets.items()
-        ]
-        most = max(whole, key=lambda budget: budget.total)
-        if most.total > self._memory:
-            raise _TooLargeError(most.total, "microbatch")
-        traffic = max(traffics.values(), key=lambda one: one.received)
-        return Layout(mesh, rows, batches, most, traffic, self._between_nodes(traffic))
+        known = {"tensor": self.tensors.get(mesh.size("tp"))}
+        whole = plan_whole(self._context(mesh), self.model, facts=self.facts, known=known)
+        if whole.plans["tensor"] is not None:
+            self.tensors[mesh.size("tp")] = whole.plans["tensor"]
+        schedule: SchedulePlan | None = whole.plans["schedule"]
+        if schedule is not None:
+            whole = whole.but(schedule=schedule._replace(num_microbatches=rows))
+        counts = [count for count in range(1, rows + 1) if rows % count == 0] if schedule is None else [rows]
 
-    def _plan(self, shared: WholePlan, places: Iterable[int]) -> tuple[StepPlan, dict[int, Budget]]:
-        """Plan places along "pp" without a batch: the step, and the budget of each."""
-        plans = {place: plan_rank(shared, place) for place in places}
-        step = StepPlan(self._facts, plans, shared.plans["schedule"], None, 1)
-        return step, {place: budget_at(shared.ctx, step, place, self._states, {}) for place in plans}
+        def layout(count: int) -> Layout:
+            return self._layout(whole, rows, count)
+
+        def fits(count: int) -> bool:
+            return layout(count).budget.total <= self.memory
+
+        found = layout(counts[bisect_left(counts[:-1], True, key=fits)])
+        if found.budget.total > self.memory:
+            needed, batch = found.budget.total, "batch" if schedule is None else "microbatch"
+            reason = f"a rank needs {size_text(needed)}, with one row in a {batch}"
+            return RefusedMesh(name_of(mesh), reason, needed)
+        return found
+
+    def _layout(self, whole: WholePlan, rows: int, num_batches: int) -> Layout:
+        """Return the step of a rank's rows in some batches, or microbatches."""
+        schedule: SchedulePlan | None = whole.plans["schedule"]
+        stages = self._stages(whole, rows // num_batches)
+        plans = {place: plan_rank(whole, place) for place in _places(whole, stages)}
+        step = StepPlan(self.facts, plans, schedule, stages, num_batches if schedule is None else 1)
+        budget, traffic = budget_of(whole.ctx, step, self.states)
+        between = self._between_nodes(traffic)
+        return Layout(whole.mesh, rows // num_batches, num_batches, budget, traffic, between)
 
     def _rows_of_rank(self, mesh: MeshPlan) -> int:
         tp, pp, dp = mesh.size("tp"), mesh.size("pp"), mesh.size("dp")
-        each = self._ranks_per_node
+        each = self.ranks_per_node
         if mesh.num_ranks > each and each % tp:
             raise ConfigurationError(
                 f"ranks of one layer would be in several nodes of {each} ranks"
                 + (f", which {tp} doesn't divide" if tp < each else "")
             )
-        if self._num_rows % dp:
+        if self.num_rows % dp:
             raise ConfigurationError(
-                f"{self._num_rows:,} rows can't be split over {dp:,} ranks that read different ones"
+                f"{self.num_rows:,} rows can't be split over {dp:,} ranks that read different ones"
             )
-        rows = self._num_rows // dp
+        rows = self.num_rows // dp
         if rows < pp:
             raise ConfigurationError(f"{rows} rows make fewer microbatches than {pp} stages need")
         return rows
@@ -336,47 +327,36 @@ class _Search:
         # So that the gradients of a window take no memory.
         window = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
         mine: ContextOptions = {"parallelism_config": config, "gradient_accumulation_plugin": window}
-        return plan_context(mesh.num_ranks, **cast("ContextOptions", {**self._options, **mine}))
+        return plan_context(mesh.num_ranks, **cast("ContextOptions", {**self.options, **mine}))
 
-    def _fewest_batches(self, shared: WholePlan, budget: Budget, rows: int) -> int:
-        """Return the fewest batches of an accumulation window that fit."""
-
-        def needed(count: int) -> int:
-            (stage,) = self._stages(shared, rows // count)
-            return budget.total + stage.kept + stage.recomputed + stage.largest
-
-        if needed(rows) > self._memory:
-            raise _TooLargeError(needed(rows), "batch")
-        return next(n for n in range(1, rows + 1) if rows % n == 0 and needed(n) <= self._memory)
-
-    def _stages(self, shared: WholePlan, rows: int) -> tuple[StageCost, ...]:
+    def _stages(self, whole: WholePlan, rows: int) -> tuple[StageCost, ...]:
         """Return the cost of each stage for a number of rows, each of which adds as much as the second."""
-        pipeline: PipelinePlan | None = shared.plans["pipeline"]
+        pipeline: PipelinePlan | None = whole.plans["pipeline"]
         starts = () if pipeline is None else pipeline.split
-        one = self._cost(shared, 1).stages(starts)
+        one = stages_of(self._cost(whole, 1), starts)
         if rows == 1:
             return one
-        two = self._cost(shared, 2).stages(starts)
+        two = stages_of(self._cost(whole, 2), starts)
         return tuple(_of_rows(rows, first, both) for first, both in zip(one, two, strict=True))
 
-    def _cost(self, shared: WholePlan, rows: int) -> StepCost:
+    def _cost(self, whole: WholePlan, rows: int) -> Sequence[Segment]:
         """Return the cost of some rows on ranks that have all blocks."""
-        ctx, key = shared.ctx, (*shared.mesh.sizes[3:], shared.engine == "shard", rows)
-        if key not in self._costs:
+        ctx, key = whole.ctx, (*whole.mesh.sizes[3:], whole.engine == "shard", rows)
+        if key not in self.costs:
             try:
-                plan = plan_rank(shared.but(pipeline=None, schedule=None), 0)
+                plan = plan_rank(whole.but(pipeline=None, schedule=None), 0)
                 batch = self._batch(ctx, rows)
-                self._costs[key] = dry_run(ctx, self._model, self._facts, [plan], batch, self._loss_fn)
+                self.costs[key] = dry_run(ctx, self.model, self.facts, plan, batch, self.loss_fn)
             except ConfigurationError as error:
-                self._costs[key] = error
-        found = self._costs[key]
+                self.costs[key] = error
+        found = self.costs[key]
         if isinstance(found, ConfigurationError):
             raise found
         return found
 
     def _batch(self, ctx: Context, rows: int) -> Any:
         try:
-            return self._make_batch(ctx, rows)
+            return self.make_batch(ctx, rows)
         except ValueError as error:  # such as of sequences that ranks can't share
             raise ConfigurationError(str(error)) from error
 
@@ -385,21 +365,23 @@ class _Search:
         mesh, between = traffic.mesh, 0
         for axis, size in traffic.moved.items():
             axes = axis.split(" x ")
-            if mesh.count_near(self._ranks_per_node, *axes) < mesh.size(*axes):
+            if mesh.count_near(self.ranks_per_node, *axes) < mesh.size(*axes):
                 between += size
         return between
 
 
-def _places(shared: WholePlan, stages: Sequence[StageCost]) -> Iterable[int]:
+def _places(whole: WholePlan, stages: Sequence[StageCost]) -> Iterable[int]:
     """List the places along "pp" that differ: of those between the first and the last most are alike."""
-    pipeline: PipelinePlan = shared.plans["pipeline"]
-    schedule: SchedulePlan = shared.plans["schedule"]
+    pipeline: PipelinePlan | None = whole.plans["pipeline"]
+    schedule: SchedulePlan | None = whole.plans["schedule"]
+    if pipeline is None or schedule is None:
+        return [0]
     places: dict[tuple[object, ...], int] = {}
     for place in range(schedule.num_ranks):
-        key: list[object] = [place == 0, place == schedule.num_ranks - 1]
+        key: list[object] = []
         for stage in schedule.stages_of(place):
             own = pipeline.stages[stage]
-            key += (*(shared.facts.kinds[name] for name in own.blocks), own.modules, own.size_bytes)
+            key += (*(whole.facts.kinds[name] for name in own.blocks), own.modules, own.size_bytes)
             key.append(stages[stage])
         places.setdefault(tuple(key), place)
     return places.values()

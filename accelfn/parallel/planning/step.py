@@ -10,8 +10,8 @@ from torch import nn
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.plan import ModelPlan, plan_each
-from accelfn.parallel.planning.costs import StageCost
+from accelfn.parallel.plan import ModelPlan, plan_rank, plan_whole
+from accelfn.parallel.planning.costs import StageCost, stages_of
 from accelfn.parallel.planning.dry_run import dry_run
 from accelfn.parallel.planning.zero import ZeroPlan, plan_zero
 from accelfn.parallel.strategies.pipeline_plan import SchedulePlan
@@ -42,6 +42,13 @@ class StepPlan(NamedTuple):
         """Whether gradients of one batch or microbatch are there while another one's activations are."""
         return self.num_batches > 1 or self.schedule is not None
 
+    def own_stages(self, place: int) -> dict[int, StageCost]:
+        """Return the costs of the stages of the ranks at a place, by stage; none without a batch."""
+        if self.stages is None:
+            return {}
+        own = range(1) if self.schedule is None else self.schedule.stages_of(place)
+        return {stage: self.stages[stage] for stage in own}
+
     def local(self, place: int) -> ModelFacts:
         """Return the facts of the model of the ranks at a place, before it is sharded."""
         plan, facts = self.plans[place], self.facts
@@ -68,11 +75,12 @@ def plan_step(
     config: Any = getattr(model, "config", None)
     hidden_size = getattr(config, "hidden_size", None)
     zero = plan_zero(ctx, facts, hidden_size if isinstance(hidden_size, int) else None)
-    if plan is not None:
-        plans = {ctx.coordinate("pp"): plan}
+    if plan is None:
+        whole = plan_whole(ctx, model, facts=facts)
+        plans = {place: plan_rank(whole, place) for place in range(ctx.axis_size("pp"))}
+        some = plans[0]
     else:
-        plans = dict(enumerate(plan_each(ctx, model, facts)))
-    some = next(iter(plans.values()))
+        whole, plans, some = None, {ctx.coordinate("pp"): plan}, plan
     schedule, stages = some.schedule, None
     if batch is not None:
         if isinstance(model, ModelFacts):
@@ -84,7 +92,9 @@ def plan_step(
             rows = count_rows(batch, "batch", "a plan: in a pipeline a batch is split into microbatches")
             schedule = schedule.fit(rows)
             batch = slice_tensors(batch, slice(rows // schedule.num_microbatches))
+        split = () if some.pipeline is None else some.pipeline.split
+        if whole is not None and split:
+            some = plan_rank(whole.but(pipeline=None, schedule=None), 0)
         dtype = None if zero is None else zero.dtype
-        cost = dry_run(ctx, model, facts, [*plans.values()], batch, loss_fn, dtype)
-        stages = cost.stages(() if some.pipeline is None else some.pipeline.split)
+        stages = stages_of(dry_run(ctx, model, facts, some, batch, loss_fn, split=split, dtype=dtype), split)
     return StepPlan(facts, plans, schedule, stages, ctx.accumulation.num_steps, zero)

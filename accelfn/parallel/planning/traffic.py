@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from accelfn.context import Context, MeshPlan, takes_context
 from accelfn.parallel.facts import ModelFacts, owner_of, table_text
 from accelfn.parallel.plan import ModelPlan
-from accelfn.parallel.planning.costs import Exchange, StageCost, merge
+from accelfn.parallel.planning.costs import Exchange, merge, received_in_ring
 from accelfn.parallel.planning.step import StepPlan, plan_step
 from accelfn.parallel.planning.zero import exchanges_of_zero
 from accelfn.parallel.strategies.fsdp_plan import ShardPlan
@@ -98,64 +98,51 @@ def plan_traffic(
     >>> [(one.axis, one.kind, one.what, one.received) for one in traffic.exchanges]
     [('dp_replicate', 'all_reduce', 'gradients', 1876875)]
     """
-    return traffic_of(ctx, plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn))
-
-
-def traffic_of(ctx: Context, step: StepPlan) -> Traffic:
-    """Return the traffic of the ranks that receive most."""
+    step = plan_step(ctx, model, plan=plan, batch=batch, loss_fn=loss_fn)
     return max((traffic_at(ctx, step, place) for place in step.plans), key=lambda one: one.received)
 
 
 def traffic_at(ctx: Context, step: StepPlan, place: int) -> Traffic:
     """Return the traffic of the ranks at a place along "pp"."""
     plan = step.plans[place]
-    local = step.local(place)
     if step.zero is None:
-        exchanges = [*_of_weights(ctx, plan, local, step.num_batches, step.schedule)]
+        exchanges = [*_of_weights(ctx, step, plan, step.local(place))]
     else:
         axis = " x ".join(plan.mesh.active("loss"))
-        exchanges = [*exchanges_of_zero(step.zero, local, axis, step.num_batches)]
-    if step.stages is not None:
-        exchanges += _of_activations(step, place, step.schedule, step.stages)
-    return Traffic(plan.mesh, merge(exchanges))
+        exchanges = [*exchanges_of_zero(step.zero, step.local(place), axis, step.num_batches)]
+    return Traffic(plan.mesh, merge([*exchanges, *_of_activations(step, place)]))
 
 
-def _of_activations(
-    step: StepPlan, place: int, schedule: SchedulePlan | None, stages: Sequence[StageCost]
-) -> Iterable[Exchange]:
+def _of_activations(step: StepPlan, place: int) -> Iterable[Exchange]:
     """List the activations that ranks at a place exchange, and in a pipeline those of their neighbors."""
-    if schedule is None:
-        yield from (one.times(step.num_batches) for one in stages[0].exchanges)
-        return
-    times = step.num_batches * schedule.num_microbatches
-    for stage in schedule.stages_of(place):
-        yield from (one.times(times) for one in stages[stage].exchanges)
+    schedule = step.schedule
+    times = step.num_batches * (1 if schedule is None else schedule.num_microbatches)
+    for stage, cost in step.own_stages(place).items():
+        yield from (one.times(times) for one in cost.exchanges)
+        if schedule is None or step.stages is None:
+            continue
         if stage > 0 and schedule.rank_of(stage - 1) != place:
-            size = stages[stage].received
-            yield Exchange("pp", "send", "activations", 1, size, "forward").times(times)
-        if stage + 1 < len(stages) and schedule.rank_of(stage + 1) != place:
-            size = stages[stage + 1].received  # a gradient for each activation
+            yield Exchange("pp", "send", "activations", 1, cost.received, "forward").times(times)
+        if stage + 1 < len(step.stages) and schedule.rank_of(stage + 1) != place:
+            size = step.stages[stage + 1].received  # a gradient for each activation
             yield Exchange("pp", "send", "activations", 1, size, "backward").times(times)
 
 
-def _of_weights(
-    ctx: Context, plan: ModelPlan, facts: ModelFacts, num_batches: int, schedule: SchedulePlan | None
-) -> Iterable[Exchange]:
+def _of_weights(ctx: Context, step: StepPlan, plan: ModelPlan, facts: ModelFacts) -> Iterable[Exchange]:
     """List what ranks exchange of parameters and gradients in an optimizer step.
 
     Args:
         ctx: Whether gradients are averaged in each batch of a window.
-        plan: Of the model.
-        facts: Of one rank's model, before it is sharded.
-        num_batches: Batches in a window.
-        schedule: Of each batch, if there is a pipeline: its stages gather parameters for each microbatch.
+        step: Batches in a window; and the schedule, whose stages gather parameters for each microbatch.
+        plan: Of the ranks.
+        facts: Of their model, before it is sharded.
     """
-    reductions = num_batches if ctx.accumulation.sync_each_batch else 1
+    reductions = step.num_batches if ctx.accumulation.sync_each_batch else 1
     if plan.shard is None:
         yield from _of_copies(ctx, plan, facts, reductions)
     else:
-        gathers = num_batches * (1 if schedule is None else schedule.num_microbatches)
-        yield from _of_shards(plan, plan.shard, facts, gathers, reductions)
+        microbatches = 1 if step.schedule is None else step.schedule.num_microbatches
+        yield from _of_shards(plan, plan.shard, facts, step.num_batches * microbatches, reductions)
     if plan.pipeline is not None and plan.schedule is not None:
         yield from _of_stages(plan.pipeline, plan.schedule, plan.shard, facts, reductions)
 
@@ -166,40 +153,50 @@ def _of_copies(ctx: Context, plan: ModelPlan, facts: ModelFacts, reductions: int
         return
     size = facts.size_bytes(*(name for name in facts.own_names if name in facts.trainable))
     buckets = max(1, math.ceil(size / (ctx.strategy.ddp.bucket_cap_mb * 2**20)))
-    axis, received = " x ".join(plan.mesh.active("loss")), _received(2 * size, copies)
+    axis, received = " x ".join(plan.mesh.active("loss")), received_in_ring(2 * size, copies)
     yield Exchange(axis, "all_reduce", "gradients", buckets, received, "backward").times(reductions)
 
 
-def whole_units(plan: ModelPlan, facts: ModelFacts) -> dict[str, int]:
-    """Return the gathered bytes of each unit of a sharded model; the last is the rest of the model."""
-    shard = cast("ShardPlan", plan.shard)
+def sizes_of_units(shard: ShardPlan, facts: ModelFacts, width: Callable[[str], int]) -> dict[str, int]:
+    """Return the bytes of each unit's parameters, unsharded and with padding; the last is the rest.
+
+    Args:
+        shard: Has the units.
+        facts: Of the model, before it is sharded.
+        width: Returns the bytes of an element of a parameter.
+    """
     units, left_out = frozenset(shard.units), frozenset(shard.left_out)
-    in_bytes: set[str] = set()
-    if plan.fp8 is not None and plan.fp8.gathers:
-        in_bytes = {f"{name}.weight" for name in plan.fp8.converted}
     sizes = dict.fromkeys(shard.units, 0)
     for name in facts.own_names:
         if name not in left_out:
-            width = 1 if name in in_bytes else (shard.param_dtype or facts.dtypes[name]).itemsize
-            owner = cast("str", owner_of(name, units))
-            sizes[owner] += shard.shards_of(name) * shard.shard_numel(facts, name) * width
+            numel = shard.shards_of(name) * shard.shard_numel(facts, name)
+            sizes[cast("str", owner_of(name, units))] += numel * width(name)
     return sizes
+
+
+def gathered_units(plan: ModelPlan, shard: ShardPlan, facts: ModelFacts) -> dict[str, int]:
+    """Return the gathered bytes of each unit of a sharded model; the last is the rest of the model."""
+    in_bytes: set[str] = set()
+    if plan.fp8 is not None and plan.fp8.gathers:
+        in_bytes = {f"{name}.weight" for name in plan.fp8.converted}
+
+    def width(name: str) -> int:
+        return 1 if name in in_bytes else (shard.param_dtype or facts.dtypes[name]).itemsize
+
+    return sizes_of_units(shard, facts, width)
 
 
 def _of_shards(
     plan: ModelPlan, shard: ShardPlan, facts: ModelFacts, gathers: int, reductions: int
 ) -> Iterable[Exchange]:
-    gathered = whole_units(plan, facts)
-    units, left_out = frozenset(shard.units), frozenset(shard.left_out)
     dtype = shard.reduce_dtype or shard.param_dtype
-    reduced = dict.fromkeys(shard.units, 0)
-    for name in facts.own_names:
-        if name in facts.trainable and name not in left_out:
-            size = shard.shards_of(name) * shard.shard_numel(facts, name)
-            owner = cast("str", owner_of(name, units))
-            reduced[owner] += size * (dtype or facts.dtypes[name]).itemsize
+
+    def width(name: str) -> int:
+        return (dtype or facts.dtypes[name]).itemsize if name in facts.trainable else 0
+
+    gathered, reduced = gathered_units(plan, shard, facts), sizes_of_units(shard, facts, width)
     if plan.fp8 is not None and plan.fp8.gathers:  # one scale of each layer, before each forward pass
-        size = _received(2 * 4 * len(plan.fp8.converted), shard.num_shards)
+        size = received_in_ring(2 * 4 * len(plan.fp8.converted), shard.num_shards)
         axis = " x ".join(plan.mesh.active("shard"))
         yield Exchange(axis, "all_reduce", "parameters", 1, size, "forward").times(gathers)
     experts = shard.expert_units
@@ -208,19 +205,19 @@ def _of_shards(
         shards = shard.num_expert_shards if are_experts else shard.num_shards
         axis = " x ".join(plan.mesh.parts("eshard") if are_experts else plan.mesh.active("shard"))
         gather = [gathered[name] for name in own if gathered[name]]
-        # The rest of the model stays gathered until its backward pass.
-        again = [gathered[name] for name in own if gathered[name] and name and shard.reshard]
-        for sizes, during in ((gather, "forward"), (again, "backward")):
-            received = _received(sum(sizes), shards)
-            yield Exchange(axis, "all_gather", "parameters", len(sizes), received, cast("Any", during)).times(
-                gathers
-            )
+        size = received_in_ring(sum(gather), shards)
+        yield Exchange(axis, "all_gather", "parameters", len(gather), size, "forward").times(gathers)
+        if shard.reshard:
+            # The rest of the model stays gathered until its backward pass.
+            again = [gathered[name] for name in own if gathered[name] and name]
+            size = received_in_ring(sum(again), shards)
+            yield Exchange(axis, "all_gather", "parameters", len(again), size, "backward").times(gathers)
         whole = [reduced[name] for name in own if reduced[name]]
         size, calls = sum(whole), len(whole)
-        received = _received(size, shards)
+        received = received_in_ring(size, shards)
         yield Exchange(axis, "reduce_scatter", "gradients", calls, received, "backward").times(reductions)
         if shard.num_replicas > 1 and own:
-            received = _received(2 * size // shards, shard.num_replicas)
+            received = received_in_ring(2 * size // shards, shard.num_replicas)
             average = Exchange("dp_replicate", "all_reduce", "gradients", calls, received, "backward")
             yield average.times(reductions)
 
@@ -239,7 +236,3 @@ def _of_stages(
             numel = facts.numel(name) if shard is None else shard.shard_numel(facts, name)
             size = numel * facts.dtypes[name].itemsize
             yield Exchange("pp", "send", "gradients", 1, size, "backward").times(reductions * others)
-
-
-def _received(size: int, num_ranks: int) -> int:
-    return size * (num_ranks - 1) // num_ranks

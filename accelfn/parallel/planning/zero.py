@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -12,17 +11,8 @@ from accelfn.context import Context
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.engines.deepspeed_plan import DeepSpeedFacts, plan_deepspeed
 from accelfn.parallel.facts import ModelFacts
-from accelfn.parallel.planning.costs import Exchange
+from accelfn.parallel.planning.costs import Exchange, Weights, received_in_ring
 from accelfn.parallel.planning.optimizer_states import OptimizerStates
-
-# DeepSpeed's own defaults.
-_DEFAULTS: Mapping[str, int] = MappingProxyType(
-    {
-        "reduce_bucket_size": 500_000_000,
-        "stage3_max_live_parameters": 1_000_000_000,
-        "stage3_param_persistence_threshold": 100_000,
-    }
-)
 
 
 class ZeroPlan(NamedTuple):
@@ -44,15 +34,13 @@ class ZeroPlan(NamedTuple):
     live: int
     persistent: int
 
+    def size_bytes(self, facts: ModelFacts, names: Iterable[str]) -> int:
+        """Return the bytes of some parameters, or of their gradients."""
+        return sum(facts.numel(name) * self.width(facts, name) for name in names)
 
-class ZeroMemory(NamedTuple):
-    """What a rank holds, in bytes; the names are those of :class:`accelfn.Budget`."""
-
-    parameters: int
-    padding: int
-    gradients: int
-    optimizer: int
-    gathered: int
+    def width(self, facts: ModelFacts, name: str) -> int:
+        """Return the bytes of an element."""
+        return (self.dtype or facts.dtypes[name]).itemsize
 
 
 def plan_zero(ctx: Context, facts: ModelFacts, hidden_size: int | None) -> ZeroPlan | None:
@@ -92,46 +80,45 @@ def plan_zero(ctx: Context, facts: ModelFacts, hidden_size: int | None) -> ZeroP
                 f"memory isn't planned for DeepSpeed with offload_{what}: it keeps as much in the host's "
                 "memory as it finds. Leave it out of the plan, or plan an fsdp_plugin with cpu_offload."
             )
-    sizes = {name: int(zero.get(name, default)) for name, default in _DEFAULTS.items()}
     return ZeroPlan(
         stage=plan.stage,
         num_ranks=ctx.num_processes,
         dtype=None if plan.dtype is None else cast("torch.dtype", getattr(torch, plan.dtype)),
-        bucket=sizes["reduce_bucket_size"],
-        live=sizes["stage3_max_live_parameters"],
-        persistent=sizes["stage3_param_persistence_threshold"],
+        # These are DeepSpeed's own defaults.
+        bucket=int(zero.get("reduce_bucket_size", 500_000_000)),
+        live=int(zero.get("stage3_max_live_parameters", 1_000_000_000)),
+        persistent=int(zero.get("stage3_param_persistence_threshold", 100_000)),
     )
 
 
-def memory_of_zero(plan: ZeroPlan, facts: ModelFacts, states: OptimizerStates) -> ZeroMemory:
+def weights_of_zero(plan: ZeroPlan, facts: ModelFacts, states: OptimizerStates) -> Weights:
     """Return what a rank holds. Pure.
 
     At stages 1 to 3 the optimizer steps a float32 copy of this rank's share of all parameters, flattened,
     which counts among its states.
     """
     names = facts.own_names
-    widths = {name: (plan.dtype or facts.dtypes[name]).itemsize for name in names}
     trained = [name for name in names if name in facts.trainable]
-    whole = sum(facts.numel(name) * widths[name] for name in names)
-    gradients = sum(facts.numel(name) * widths[name] for name in trained)
+    whole, gradients = plan.size_bytes(facts, names), plan.size_bytes(facts, trained)
     if plan.stage == 0:
         optimizer = sum(states.bytes_of(facts.shapes[name], facts.dtypes[name]) for name in trained)
-        return ZeroMemory(whole, 0, gradients, optimizer, 0)
+        return Weights(whole, 0, gradients, optimizer, states.name)
     share = -(-facts.numel(*trained) // plan.num_ranks)
     optimizer = 4 * share + states.bytes_of((share,), torch.float32)
+    title = f"{states.name}, with float32 copies of the parameters"
     if plan.stage < 3:
         kept = gradients if plan.stage == 1 else -(-gradients // plan.num_ranks)
-        return ZeroMemory(whole, 0, kept, optimizer, 0)
-    shards = sum(-(-facts.numel(name) // plan.num_ranks) * widths[name] for name in names)
-    persistent = sum(
-        facts.numel(name) * widths[name] for name in names if facts.numel(name) <= plan.persistent
-    )
-    return ZeroMemory(
+        return Weights(whole, 0, kept, optimizer, title)
+    shards = sum(-(-facts.numel(name) // plan.num_ranks) * plan.width(facts, name) for name in names)
+    persistent = plan.size_bytes(facts, (name for name in names if facts.numel(name) <= plan.persistent))
+    widest = max(plan.width(facts, name) for name in names)
+    return Weights(
         parameters=shards + persistent,
         padding=shards - whole // plan.num_ranks,
-        gradients=share * max(widths.values()),
+        gradients=share * widest,
         optimizer=optimizer,
-        gathered=min(whole - persistent, plan.live * max(widths.values())),
+        optimizer_name=title,
+        gathered=min(whole - persistent, plan.live * widest),
     )
 
 
@@ -141,23 +128,23 @@ def exchanges_of_zero(plan: ZeroPlan, facts: ModelFacts, axis: str, num_batches:
     At stages 1 and 2 gradients are all-reduced, each rank keeps its share, and updated parameters are
     gathered after the step. Stage 3 gathers parameters in each pass, once for both if all may live at once.
     """
-    names, num_ranks = facts.own_names, plan.num_ranks
-    widths = {name: (plan.dtype or facts.dtypes[name]).itemsize for name in names}
-    gradients = sum(facts.numel(name) * widths[name] for name in names if name in facts.trainable)
-    others = num_ranks - 1
-    size = sum(facts.numel(name) for name in names if name in facts.trainable)
-    buckets = -(-size // plan.bucket)
+    trained = [name for name in facts.own_names if name in facts.trainable]
+    gradients = plan.size_bytes(facts, trained)
+    buckets = -(-facts.numel(*trained) // plan.bucket)
+
+    def received(size: int) -> int:
+        return received_in_ring(size, plan.num_ranks)
+
     if plan.stage < 3:
-        received = 2 * gradients * others // num_ranks
-        yield Exchange(axis, "all_reduce", "gradients", buckets, received, "backward")
+        yield Exchange(axis, "all_reduce", "gradients", buckets, received(2 * gradients), "backward")
         if plan.stage:
-            yield Exchange(axis, "all_gather", "parameters", 1, gradients * others // num_ranks, "step")
+            yield Exchange(axis, "all_gather", "parameters", 1, received(gradients), "step")
         return
-    sharded = [name for name in names if facts.numel(name) > plan.persistent]
-    gathered = sum(facts.numel(name) * widths[name] for name in sharded) * others // num_ranks
+    sharded = [name for name in facts.own_names if facts.numel(name) > plan.persistent]
+    gathered = received(plan.size_bytes(facts, sharded))
     forward = Exchange(axis, "all_gather", "parameters", len(sharded), gathered, "forward").times(num_batches)
     yield forward
     if facts.numel(*sharded) > plan.live:
         yield forward._replace(during="backward")
-    reduced = num_batches * gradients * others // num_ranks
-    yield Exchange(axis, "reduce_scatter", "gradients", num_batches * buckets, reduced, "backward")
+    size = received(num_batches * gradients)
+    yield Exchange(axis, "reduce_scatter", "gradients", num_batches * buckets, size, "backward")

@@ -265,13 +265,17 @@ class ShardPlan(NamedTuple):
             return 1
         return self.num_expert_shards if name in self.expert_dims else self.num_shards
 
+    def shard_shape(self, facts: ModelFacts, name: str) -> tuple[int, ...]:
+        """Return the shape of a parameter on each rank, including the padding of uneven shards."""
+        shape, num_shards = facts.shapes[name], self.shards_of(name)
+        if num_shards == 1:
+            return shape
+        dim = self.expert_dims.get(name, 0)
+        return (*shape[:dim], -(-shape[dim] // num_shards), *shape[dim + 1 :])
+
     def shard_numel(self, facts: ModelFacts, name: str) -> int:
         """Return the elements of a parameter on each rank, including the padding of uneven shards."""
-        num_shards = self.shards_of(name)
-        if num_shards == 1 or name in self.expert_dims:
-            return facts.numel(name) // num_shards
-        rows, *rest = facts.shapes[name]
-        return -(-rows // num_shards) * prod(rest)
+        return prod(self.shard_shape(facts, name))
 
     def rows(self, averaged: str) -> list[tuple[str, str]]:
         """Return the lines of the model plan's table; ``averaged`` names the axes of gradients."""

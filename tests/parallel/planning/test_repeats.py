@@ -85,18 +85,28 @@ def test_only_some_of_equal_blocks_are_run() -> None:
     assert len(set(calls)) < 5
 
 
-class Indexed(Model):
-    """Needs all of its blocks."""
+class Leaving(Block):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        self.left = super().forward(x, scale)
+        return self.left
+
+
+class Gathering(Model):
+    """Needs what each of its blocks has left in itself."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Leaving(number) for number in range(8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for number in range(8):
             x = self.blocks[number](x, x[:, :1])
-        return self.last(x).square().mean()
+        return torch.stack([cast("Any", block).left for block in self.blocks]).square().mean()
 
 
 def test_a_model_that_needs_all_of_its_blocks_is_run_whole() -> None:
-    model, x = Indexed(), torch.empty(5, 3)
-    found = [af.plan_memory(Context(), one, batch=x).activations for one in (model, numbered(Indexed()))]
+    model, x = Gathering(), torch.empty(5, 3)
+    found = [af.plan_memory(Context(), one, batch=x).activations for one in (model, numbered(Gathering()))]
     assert found[0] == found[1]
     assert len(cast("Any", model).blocks) == 8
