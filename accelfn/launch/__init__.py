@@ -4,64 +4,52 @@ Nothing here imports torch, and a name is resolved on first use (PEP 562): a com
 So ``accelfn --help``, ``--dry_run`` and bad input answer at once.
 """
 
-import typing as _typing
-from importlib import import_module as _import_module
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
 from types import MappingProxyType as _MappingProxyType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-if _typing.TYPE_CHECKING:
-    from accelfn.launch.command_line import parse_flags
-    from accelfn.launch.config import LaunchConfig, Resolved, resolve
-    from accelfn.launch.plan import (
-        LaunchPlan,
-        Machine,
-        SagemakerPlan,
-        Script,
-        format_plan,
-        plan_launch,
-        plan_sagemaker,
+from accelfn.lazy import find_name as _find_name, list_names as _list_names
+
+if _TYPE_CHECKING:
+    from accelfn.launch.command_line import parse_flags as parse_flags
+    from accelfn.launch.config import (
+        LaunchConfig as LaunchConfig,
+        Resolved as Resolved,
+        resolve as resolve,
     )
-    from accelfn.launch.runs import Curve, RunRecord, RunTable, find_runs, read_run
+    from accelfn.launch.plan import (
+        LaunchPlan as LaunchPlan,
+        Machine as Machine,
+        SagemakerPlan as SagemakerPlan,
+        Script as Script,
+        format_plan as format_plan,
+        plan_launch as plan_launch,
+        plan_sagemaker as plan_sagemaker,
+    )
+    from accelfn.launch.runs import (
+        Curve as Curve,
+        RunRecord as RunRecord,
+        RunTable as RunTable,
+        find_runs as find_runs,
+        read_run as read_run,
+    )
 
-__all__ = (
-    "Curve",
-    "LaunchConfig",
-    "LaunchPlan",
-    "Machine",
-    "Resolved",
-    "RunRecord",
-    "RunTable",
-    "SagemakerPlan",
-    "Script",
-    "find_runs",
-    "format_plan",
-    "parse_flags",
-    "plan_launch",
-    "plan_sagemaker",
-    "read_run",
-    "resolve",
-)
-
-_HOMES = _MappingProxyType(
+_LAZY = _MappingProxyType(
     {
-        name: f"accelfn.launch.{home}"
-        for home, names in (
-            ("command_line", "parse_flags"),
-            ("config", "LaunchConfig Resolved resolve"),
-            ("plan", "LaunchPlan Machine SagemakerPlan Script format_plan plan_launch plan_sagemaker"),
-            ("runs", "Curve RunRecord RunTable find_runs read_run"),
-        )
-        for name in names.split()
+        "accelfn.launch.command_line": ("parse_flags",),
+        "accelfn.launch.config": ("LaunchConfig", "Resolved", "resolve"),
+        "accelfn.launch.plan": (
+            *("LaunchPlan", "Machine", "SagemakerPlan", "Script"),
+            *("format_plan", "plan_launch", "plan_sagemaker"),
+        ),
+        "accelfn.launch.runs": ("Curve", "RunRecord", "RunTable", "find_runs", "read_run"),
     }
 )
 
 
-def __getattr__(name: str) -> _typing.Any:
-    """Return a public name, from the module that defines it."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_import_module(_HOMES[name]), name)
+def __getattr__(name: str) -> object:
+    return _find_name(__name__, _LAZY, name)
 
 
 def __dir__() -> list[str]:
-    """List the names, public ones included."""
-    return sorted({*globals(), *__all__})
+    return _list_names(__name__, _LAZY)
