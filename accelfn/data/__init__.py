@@ -1,5 +1,8 @@
 """Which samples, in which order, to whom."""
 
+from types import MappingProxyType as _MappingProxyType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from accelfn.data.loader import (
     PreparedDataLoader,
     loader_state,
@@ -11,10 +14,14 @@ from accelfn.data.loader import (
 from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics
 from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_microbatch
 from accelfn.data.order import Order, permute, read_order
-from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
 from accelfn.data.resume import LoaderState
 from accelfn.data.sequence import gather_sequence, shard_sequence
+from accelfn.lazy import find_name as _find_name
+from accelfn.lazy import list_names as _list_names
+
+if _TYPE_CHECKING:  # loaded when one is asked for: training draws nothing
+    from accelfn.data.picture import draw_plan, draw_plan_svg
 
 __all__ = (
     "DataRank",
@@ -42,3 +49,13 @@ __all__ = (
     "shard_sequence",
     "skip_first_batches",
 )
+
+_LAZY = _MappingProxyType({"accelfn.data.picture": ("draw_plan", "draw_plan_svg")})
+
+
+def __getattr__(name: str) -> object:
+    return _find_name(__name__, _LAZY, name)
+
+
+def __dir__() -> list[str]:
+    return _list_names(__name__, _LAZY)
