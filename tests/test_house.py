@@ -36,12 +36,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From the ground up; packages in one row may not import each other.
 FLOORS = (
-    ("errors", "devices", "svg", "lazy"),
+    ("errors", "devices", "svg", "lazy", "storage"),
     ("context",),
     ("tree",),
     ("comm",),
     ("data", "parallel", "tracking", "testing"),
     ("training",),
+    ("weights",),
     ("checkpoint",),
     ("elastic",),
     ("bigmodel",),

@@ -10,9 +10,6 @@ from accelfn.bigmodel.align_hooks import attach_execution_device_hook as attach_
 from accelfn.bigmodel.align_hooks import get_state_dict_from_offload as get_state_dict_from_offload
 from accelfn.bigmodel.align_hooks import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from accelfn.bigmodel.align_hooks import has_offloaded_params as has_offloaded_params
-from accelfn.bigmodel.assign import id_tensor_storage as id_tensor_storage
-from accelfn.bigmodel.assign import named_module_tensors as named_module_tensors
-from accelfn.bigmodel.assign import set_module_tensor_to_device as set_module_tensor_to_device
 from accelfn.bigmodel.block_stream import StreamFacts as StreamFacts
 from accelfn.bigmodel.casting import LayerwiseCastingHook as LayerwiseCastingHook
 from accelfn.bigmodel.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
@@ -28,11 +25,6 @@ from accelfn.bigmodel.device_map import infer_auto_device_map as infer_auto_devi
 from accelfn.bigmodel.device_map import plan_device_map as plan_device_map
 from accelfn.bigmodel.device_map import plan_named_map as plan_named_map
 from accelfn.bigmodel.device_map import resolve_device_map as resolve_device_map
-from accelfn.bigmodel.devices import MaxMemory as MaxMemory
-from accelfn.bigmodel.devices import Place as Place
-from accelfn.bigmodel.devices import PlaceLike as PlaceLike
-from accelfn.bigmodel.devices import convert_file_size_to_int as convert_file_size_to_int
-from accelfn.bigmodel.devices import get_max_memory as get_max_memory
 from accelfn.bigmodel.dispatch import cpu_offload as cpu_offload
 from accelfn.bigmodel.dispatch import disk_offload as disk_offload
 from accelfn.bigmodel.dispatch import dispatch_model as dispatch_model
@@ -99,3 +91,11 @@ from accelfn.bigmodel.quantize_config import BnbQuantizationConfig as BnbQuantiz
 from accelfn.bigmodel.quantize_config import TorchaoQuantizationConfig as TorchaoQuantizationConfig
 from accelfn.bigmodel.quantize_layers import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accelfn.bigmodel.source import read_source as read_source
+from accelfn.weights.assign import id_tensor_storage as id_tensor_storage
+from accelfn.weights.assign import named_module_tensors as named_module_tensors
+from accelfn.weights.assign import set_module_tensor_to_device as set_module_tensor_to_device
+from accelfn.weights.places import MaxMemory as MaxMemory
+from accelfn.weights.places import Place as Place
+from accelfn.weights.places import PlaceLike as PlaceLike
+from accelfn.weights.places import convert_file_size_to_int as convert_file_size_to_int
+from accelfn.weights.places import get_max_memory as get_max_memory

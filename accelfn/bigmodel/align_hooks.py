@@ -9,11 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import TensorRef, assign_values, check_fit, put, refs_of
 from accelfn.bigmodel.block_hooks import CallStack, input_device, moved
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import READ_BELOW, Block
-from accelfn.bigmodel.devices import (
+from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
+from accelfn.weights.assign import TensorRef, assign_values, check_fit, put, refs_of
+from accelfn.weights.places import (
     Place,
     PlaceLike,
     as_names,
@@ -24,8 +25,7 @@ from accelfn.bigmodel.devices import (
     listed,
     read_place,
 )
-from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
-from accelfn.bigmodel.weight_files import mapped_from
+from accelfn.weights.stored import mapped_from
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.assign import has_forward
 from accelfn.bigmodel.block_stream import BlockPrefetcher, caller_of_hook
 from accelfn.tree import find_device, send_to_device
 from accelfn.tree.structure import flatten, is_packed_sequence
+from accelfn.weights.assign import has_forward
 
 F = TypeVar("F", bound=FunctionType)
 T = TypeVar("T")

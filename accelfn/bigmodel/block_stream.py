@@ -29,7 +29,6 @@ from accelfn.bigmodel.blocks import (
     hosts_of,
     plan_layout,
 )
-from accelfn.bigmodel.devices import Place
 from accelfn.bigmodel.offload_autograd import (
     Refetched,
     Saved,
@@ -39,7 +38,8 @@ from accelfn.bigmodel.offload_autograd import (
     refetching,
 )
 from accelfn.bigmodel.transfer import Link, open_link, pin, release_pages
-from accelfn.bigmodel.weight_files import mapped_from
+from accelfn.weights.places import Place
+from accelfn.weights.stored import mapped_from
 
 
 def caller_of_hook() -> FrameType:

@@ -12,9 +12,9 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import TensorRef, has_forward, is_packable, refs_of, store_of
 from accelfn.bigmodel.offload_autograd import connect
 from accelfn.bigmodel.transfer import Arrival, Link, Packing, Piece, lasting_tensors, plan_packing, unpack
+from accelfn.weights.assign import TensorRef, has_forward, is_packable, refs_of, store_of
 
 # Modules of torch that use the tensors of their children without calling these.
 READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import TensorRef, refs_of
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
+from accelfn.weights.assign import TensorRef, refs_of
 
 # They have nearly all weights, and don't modify them in forward.
 _CAST_CLASSES = (

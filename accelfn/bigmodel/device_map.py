@@ -12,20 +12,6 @@ from typing import NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.devices import (
-    MaxMemory,
-    Place,
-    PlaceLike,
-    as_names,
-    check_device,
-    get_max_memory,
-    is_accelerator,
-    listed,
-    place_of,
-    read_budgets,
-    read_place,
-    suggest_names,
-)
 from accelfn.bigmodel.model_info import (
     AnyDtype,
     CustomDtype,
@@ -42,6 +28,20 @@ from accelfn.bigmodel.model_info import (
 from accelfn.bigmodel.placement import Allocation, Budget, Units
 from accelfn.errors import DoesNotFitError
 from accelfn.tree.structure import size_text
+from accelfn.weights.places import (
+    MaxMemory,
+    Place,
+    PlaceLike,
+    as_names,
+    check_device,
+    get_max_memory,
+    is_accelerator,
+    listed,
+    place_of,
+    read_budgets,
+    read_place,
+    suggest_names,
+)
 
 T = TypeVar("T")
 

@@ -12,7 +12,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.assign import (
+from accelfn.bigmodel.block_hooks import attach_moves, attach_prefetcher, attach_return
+from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts
+from accelfn.bigmodel.blocks import plan_blocks
+from accelfn.bigmodel.device_map import check_device_map, read_places
+from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, write_mapped
+from accelfn.errors import MissingExtraError
+from accelfn.weights.assign import (
     TensorRef,
     assign_values,
     check_fit,
@@ -22,11 +28,7 @@ from accelfn.bigmodel.assign import (
     refs_of,
     tied_refs,
 )
-from accelfn.bigmodel.block_hooks import attach_moves, attach_prefetcher, attach_return
-from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts
-from accelfn.bigmodel.blocks import plan_blocks
-from accelfn.bigmodel.device_map import check_device_map, read_places
-from accelfn.bigmodel.devices import (
+from accelfn.weights.places import (
     Place,
     PlaceLike,
     as_names,
@@ -38,10 +40,8 @@ from accelfn.bigmodel.devices import (
     place_of,
     read_place,
 )
-from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, write_mapped
-from accelfn.bigmodel.weight_files import mapped_from
-from accelfn.checkpoint.weights_state import require_module
-from accelfn.errors import MissingExtraError
+from accelfn.weights.state import require_module
+from accelfn.weights.stored import mapped_from
 
 
 class TensorPlacement(NamedTuple):

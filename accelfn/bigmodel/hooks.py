@@ -18,7 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from accelfn.bigmodel.block_hooks import CallStack, moved, uncompiled
 from accelfn.bigmodel.block_stream import caller_of_hook, is_within
-from accelfn.bigmodel.devices import (
+from accelfn.bigmodel.dispatch import undispatch
+from accelfn.parallel.forward import WrappedForward
+from accelfn.weights.places import (
     Place,
     PlaceLike,
     check_device,
@@ -27,8 +29,6 @@ from accelfn.bigmodel.devices import (
     is_simulated,
     read_place,
 )
-from accelfn.bigmodel.dispatch import undispatch
-from accelfn.parallel.forward import WrappedForward
 
 _ATTRIBUTE = "_hf_hook"
 

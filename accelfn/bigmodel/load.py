@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelfn.bigmodel.assign import put, read_dtype
 from accelfn.bigmodel.device_map import (
     DeviceMap,
     PlanOptions,
@@ -22,158 +20,20 @@ from accelfn.bigmodel.device_map import (
     read_places,
     resolve_device_map,
 )
-from accelfn.bigmodel.devices import MaxMemory, Place, PlaceLike, as_names, check_device, listed, place_of
 from accelfn.bigmodel.dispatch import DispatchOptions, dispatch, plan_placements
-from accelfn.bigmodel.load_plan import LoadOptions, LoadPlan, LoadStep, Target, has_part, plan_load
 from accelfn.bigmodel.model_info import read_shape
-from accelfn.bigmodel.offload_folder import check_folder, convert
-from accelfn.bigmodel.weight_files import (
-    PIECE_BYTES,
-    Checkpoint,
-    FileId,
-    Reading,
-    Stored,
-    map_stored,
-    open_checkpoint,
-    progress_bar,
-    read_tensors,
-)
-from accelfn.checkpoint.weights_state import Agreement, require_module, shard_like, together
+from accelfn.bigmodel.offload_folder import check_folder, converting
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
 from accelfn.training import unwrap_model
-from accelfn.tree import from_local, is_dtensor, local_of
-
-Read: TypeAlias = Callable[[Sequence[Reading], Callable[[int], None]], None]
-"""Reads tensors into memory, and reports the bytes that were read."""
-
-# New memory is assigned after each batch, so old and new tensors of at most so many bytes coexist.
-_BATCH_BYTES = 1 << 28
-
-
-def apply_plan(
-    model: nn.Module,
-    plan: LoadPlan,
-    file_ids: Mapping[Path, FileId],
-    *,
-    read: Read | None = None,
-    folder: str | os.PathLike[str] | None = None,
-    is_whole: bool = True,
-    advance: Callable[[int], None] = lambda _: None,
-) -> None:
-    """Execute a load plan.
-
-    Converted tensors are written first, since that is most likely to fail; then tensors are read. Meta
-    tensors are replaced when all values are read, so that an error leaves the model unchanged.
-
-    Effect: on ``model``, and on ``folder``.
-
-    Args:
-        model: The model of the plan.
-        plan: The plan, which can be executed once.
-        file_ids: Identities of the files when the plan was made.
-        read: Reads for this rank if it lacks the files. None: it reads them itself.
-        folder: Where converted tensors are written.
-        is_whole: Whether the files have complete tensors where the model has shards.
-        advance: Called with the number of bytes that were read.
-
-    Raises:
-        DamagedCheckpointError: A file was modified.
-        OSError: A file can't be read, or the folder can't be written.
-    """
-    converted, mapped = ([step for step in plan.steps if step.how == how] for how in ("convert", "map"))
-    with torch.no_grad():
-        values: list[torch.Tensor] = []
-        if converted and folder is not None:  # without a folder, planning has refused them
-            values = convert([(step.source, step.dtype) for step in converted], file_ids, folder, advance)
-        values += map_stored([step.source for step in mapped], file_ids)
-        advance(sum(step.source.num_bytes for step in mapped))
-        steps = converted + mapped
-        ready = [
-            (step, value.view(step.target.tensor.shape)) for step, value in zip(steps, values, strict=True)
-        ]
-        for batch in _batches([step for step in plan.steps if step.how in ("fill", "new")]):
-            for step, value in _read_batch(batch, file_ids, read, is_whole, advance):
-                if step.target.tensor.is_meta:
-                    ready.append((step, value))
-                else:
-                    _assign(step.target, value)
-        for step, value in ready:
-            _assign(step.target, value)
-        for target, value in plan.values:
-            _assign(target, value.to(target.tensor.dtype))
-    for module, state in plan.extras:
-        cast("Any", module).set_extra_state(state.map().clone() if isinstance(state, Stored) else state)
-
-
-def _batches(steps: Iterable[LoadStep]) -> Iterator[list[LoadStep]]:
-    batch: list[LoadStep] = []
-    size = 0
-    for step in steps:
-        batch.append(step)
-        size += step.source.num_bytes
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _read_batch(
-    batch: Sequence[LoadStep],
-    file_ids: Mapping[Path, FileId],
-    read: Read | None,
-    is_whole: bool,
-    advance: Callable[[int], None],
-) -> list[tuple[LoadStep, torch.Tensor]]:
-    """Read tensors; return those in new memory, which the model doesn't hold yet."""
-    targets: list[torch.Tensor] = []
-    readings: list[Reading] = []
-    for step in batch:
-        source, local = step.source, local_of(step.target.tensor)
-        if is_dtensor(step.target.tensor) and is_whole:
-            # On the host, since only a shard goes to the device; of a mapped file only that shard is read.
-            target = torch.empty(source.shape, dtype=source.dtype) if read is not None else source.map()
-        elif step.how == "fill":
-            target = local.detach()
-        else:
-            target = torch.empty(local.shape, dtype=step.dtype, device=step.device)
-        targets.append(target)
-        if read is None and is_dtensor(step.target.tensor) and is_whole:
-            advance(source.num_bytes)
-        else:
-            readings.append(Reading(source, target if target.dim() else target.view(source.shape)))
-    if read is None:
-        read_tensors(readings, file_ids, advance)
-    else:
-        read(readings, advance)
-    new: list[tuple[LoadStep, torch.Tensor]] = []
-    for step, target in zip(batch, targets, strict=True):
-        tensor = step.target.tensor
-        if is_whole and is_dtensor(tensor):
-            value = shard_like(tensor, target.view(tensor.shape), step.dtype)
-        else:
-            value = from_local(target, like=tensor)
-        if step.how == "new":
-            new.append((step, value))
-        elif is_whole and is_dtensor(tensor):
-            local_of(tensor).copy_(local_of(value))
-        elif not tensor.is_inference():
-            # torch didn't see the write; graphs that saved the old values must detect it.
-            torch.autograd.graph.increment_version(local_of(tensor))
-    return new
-
-
-def _assign(target: Target, value: torch.Tensor) -> None:
-    """Assign a value to every name of a target."""
-    old = target.tensor
-    if is_dtensor(old):
-        for ref in target.refs:
-            # Through torch, since FSDP keeps references to shards, and updates them in load_state_dict.
-            ref.owner.load_state_dict({ref.key: value}, strict=False, assign=True)
-        return
-    old.grad = None  # it belongs to the old values, and may have another dtype or device
-    put(target.refs, old, value)
+from accelfn.weights.assign import read_dtype
+from accelfn.weights.load import apply_plan
+from accelfn.weights.match import LoadOptions, LoadPlan, has_part, plan_load
+from accelfn.weights.open import OpenedWeights, open_weights
+from accelfn.weights.places import MaxMemory, Place, PlaceLike, as_names, check_device, listed, place_of
+from accelfn.weights.read import Reading, progress_bar, read_tensors
+from accelfn.weights.state import Agreement, require_module, together
+from accelfn.weights.stored import PIECE_BYTES, map_stored
 
 
 def _load_from_rank0(
@@ -191,10 +51,10 @@ def _load_from_rank0(
 
     Ranks: every rank of ``ctx``.
     """
-    opened = open_checkpoint(path) if ctx.is_main_process else None
+    opened = open_weights(path) if ctx.is_main_process else None
     meet("headers")
     received = broadcast_object_list(ctx, [None if opened is None else _without_files(opened)])[0]
-    checkpoint = opened or cast("Checkpoint", received)
+    checkpoint = opened or cast("OpenedWeights", received)
     # Only rank 0 can compare values.
     plan = plan_load(_LOAD, model, checkpoint, options, compare=opened is not None)
     meet("plan", lambda: {step.target.name: f"{step.target.kind} as {step.dtype}" for step in plan.steps})
@@ -217,11 +77,11 @@ def _load_from_rank0(
         apply_plan(model, plan, checkpoint.file_ids, read=read, advance=advance)
 
 
-def _without_files(checkpoint: Checkpoint) -> Checkpoint:
+def _without_files(checkpoint: OpenedWeights) -> OpenedWeights:
     """Return what a rank without the files needs, without closures, which can't be pickled."""
     # The extra state of modules is small, and sent with the headers.
     extra = {name: stored for name, stored in checkpoint.tensors.items() if name.endswith("_extra_state")}
-    return Checkpoint(
+    return OpenedWeights(
         place=checkpoint.place,
         tensors={name: stored._replace(elements=None) for name, stored in checkpoint.tensors.items()},
         tied=dict(checkpoint.tied),
@@ -262,7 +122,7 @@ def load_state_dict(
         CheckpointError: A pickled file requires running code.
         ValueError: This machine lacks a place of the map.
     """
-    checkpoint = open_checkpoint(file)
+    checkpoint = open_weights(file)
     places = {} if device_map is None else read_places(device_map)
     by_name = {name: place_of(name, places) for name in checkpoint.tensors}
     on_disk = [
@@ -390,16 +250,19 @@ def _load(
             together(
                 world,
                 _LOAD,
-                lambda meet: _load_from_rank0(world, model, checkpoint, options, meet, progress),
+                lambda meet: _load_from_rank0(
+                    world, model, checkpoint, replace(options, by_modules=False), meet, progress
+                ),
             )
         return
     if folder is not None:
         check_folder(folder, "offload_folder")
-    opened = open_checkpoint(checkpoint)
+    opened = open_weights(checkpoint)
     plan = plan_load(_LOAD, model, opened, options)
     _warn_of_names(opened, plan)
     with progress_bar("load", plan.num_bytes, progress) as advance:
-        apply_plan(model, plan, opened.file_ids, folder=folder, is_whole=options.is_whole, advance=advance)
+        convert = converting(opened.file_ids, folder, advance)
+        apply_plan(model, plan, opened.file_ids, convert=convert, is_whole=options.is_whole, advance=advance)
 
 
 def _check_broadcast(options: LoadOptions, ctx: Context | None) -> None:
@@ -557,7 +420,7 @@ def _floating_dtype(operation: str, dtype: str | torch.dtype | None) -> torch.dt
     return known
 
 
-def _warn_of_names(checkpoint: Checkpoint, plan: LoadPlan) -> None:
+def _warn_of_names(checkpoint: OpenedWeights, plan: LoadPlan) -> None:
     differences: list[str] = []
     if plan.missing:
         differences.append(f"the checkpoint lacks {listed(plan.missing, _MAX_NAMES)} (kept unchanged)")

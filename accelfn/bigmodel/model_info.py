@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.bigmodel.devices import as_names, listed, named_dtype, place_of, suggest_names
+from accelfn.weights.places import as_names, listed, named_dtype, place_of, suggest_names
 
 LeafKind: TypeAlias = Literal["parameter", "buffer", "non_persistent"]
 """A parameter, a buffer in the state dict, or a buffer outside of it (``persistent=False``)."""

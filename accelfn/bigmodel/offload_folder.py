@@ -16,24 +16,18 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import read_dtype, set_module_tensor_to_device
-from accelfn.bigmodel.devices import check_device, read_place
 from accelfn.bigmodel.transfer import is_dense
-from accelfn.bigmodel.weight_files import (
-    FileId,
-    Stored,
-    drop_pages,
-    file_id_of,
-    map_stored,
-    open_unchanged,
-    stored_in,
-)
-from accelfn.checkpoint.disk import naming
-from accelfn.checkpoint.files import memory_of
-from accelfn.checkpoint.header import SAFETENSORS_NAMES, dtype_name
-from accelfn.checkpoint.weights_files import replacing, write_safetensors
-from accelfn.checkpoint.weights_index import read_header
+from accelfn.checkpoint.model_files import replacing, write_safetensors
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.storage.disk import naming
+from accelfn.weights.assign import read_dtype, set_module_tensor_to_device
+from accelfn.weights.header import SAFETENSORS_NAMES, dtype_name
+from accelfn.weights.index import read_header
+from accelfn.weights.match import LoadStep
+from accelfn.weights.open import stored_in
+from accelfn.weights.places import check_device, read_place
+from accelfn.weights.stored import FileId, Stored, drop_pages, file_id_of, map_stored, open_unchanged
+from accelfn.weights.write import memory_of
 
 
 def check_folder(folder: str | os.PathLike[str], argument: str) -> None:
@@ -143,6 +137,17 @@ def convert(
                 open_unchanged(path, file_ids).close()
                 tensors.update(_convert_file(path, some, file_ids[path], output, advance))
     return [tensors[f"{index}:{source.name}"] for index, (source, _) in enumerate(conversions)]
+
+
+def converting(
+    file_ids: Mapping[Path, FileId], folder: str | os.PathLike[str] | None, advance: Callable[[int], None]
+) -> Callable[[Sequence[LoadStep]], list[torch.Tensor]]:
+    """Return a function that converts the tensors of steps of a load; without a folder, there are none."""
+
+    def convert_steps(steps: Sequence[LoadStep]) -> list[torch.Tensor]:
+        return convert([(step.source, step.dtype) for step in steps], file_ids, folder or "", advance)
+
+    return convert_steps
 
 
 def _convert_file(

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import read_dtype, refs_of
-from accelfn.bigmodel.devices import listed, read_place
 from accelfn.bigmodel.load import apply_plan
-from accelfn.bigmodel.load_plan import LoadOptions, LoadPlan, plan_load
-from accelfn.bigmodel.weight_files import FileId, open_checkpoint
 from accelfn.comm import Call, agree, broadcast_object_list, catch
 from accelfn.context import Context, init_context, takes_context
 from accelfn.context.process_group import is_registered
@@ -26,6 +22,11 @@ from accelfn.parallel.strategies.pipeline import PipelineEngine
 from accelfn.parallel.strategies.stages import Outline, StageRun, apply_stages, run_stage
 from accelfn.parallel.values import names_on_meta
 from accelfn.tree import count_rows, send_to_device
+from accelfn.weights.assign import read_dtype, refs_of
+from accelfn.weights.match import LoadOptions, LoadPlan, plan_load
+from accelfn.weights.open import open_weights
+from accelfn.weights.places import listed, read_place
+from accelfn.weights.stored import FileId
 
 _PREPARE = "prepare_pipeline"
 
@@ -46,7 +47,7 @@ def _plan_stage_load(
         CheckpointError: It is damaged, or doesn't fit.
         ValueError: There is no such ``dtype``.
     """
-    opened = open_checkpoint(checkpoint)
+    opened = open_weights(checkpoint)
     options = LoadOptions(places={"": read_place(device)}, dtype=read_dtype(dtype))
     return plan_load(_PREPARE, model, opened, options), opened.file_ids
 
@@ -197,6 +198,7 @@ def plan_pipeline(
     return plan_stages(facts, num_stages, costs=costs, last=last)
 
 
+@takes_context
 @takes_context
 def prepare_pipeline(
     ctx: Context,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from accelfn.bigmodel.devices import Place
 from accelfn.bigmodel.model_info import LeafShape, ModelShape, ModuleShape
 from accelfn.errors import DoesNotFitError
 from accelfn.tree.structure import size_text
+from accelfn.weights.places import Place
 
 
 class Node:

@@ -13,9 +13,22 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import named_module_tensors, named_modules
 from accelfn.bigmodel.device_map import DeviceMap, PlanOptions, read_places, resolve_device_map
-from accelfn.bigmodel.devices import (
+from accelfn.bigmodel.dispatch import dispatch_model
+from accelfn.bigmodel.load import apply_plan
+from accelfn.bigmodel.model_info import AnyDtype, CustomDtype
+from accelfn.bigmodel.offload_folder import converting
+from accelfn.bigmodel.quantize_config import (
+    BnbQuantizationConfig,
+    QuantizationConfig,
+    TorchaoQuantizationConfig,
+)
+from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
+from accelfn.errors import CheckpointMismatchError, Misfit
+from accelfn.weights.assign import named_module_tensors, named_modules
+from accelfn.weights.match import LoadOptions, LoadStep, has_part, plan_load
+from accelfn.weights.open import OpenedWeights, open_weights
+from accelfn.weights.places import (
     MaxMemory,
     Place,
     PlaceLike,
@@ -25,26 +38,9 @@ from accelfn.bigmodel.devices import (
     listed,
     place_of,
 )
-from accelfn.bigmodel.dispatch import dispatch_model
-from accelfn.bigmodel.load import apply_plan
-from accelfn.bigmodel.load_plan import LoadOptions, LoadStep, has_part, plan_load
-from accelfn.bigmodel.model_info import AnyDtype, CustomDtype
-from accelfn.bigmodel.quantize_config import (
-    BnbQuantizationConfig,
-    QuantizationConfig,
-    TorchaoQuantizationConfig,
-)
-from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
-from accelfn.bigmodel.weight_files import (
-    Checkpoint,
-    Reading,
-    Stored,
-    open_checkpoint,
-    progress_bar,
-    read_tensors,
-)
-from accelfn.checkpoint.weights_state import require_module
-from accelfn.errors import CheckpointMismatchError, Misfit
+from accelfn.weights.read import Reading, progress_bar, read_tensors
+from accelfn.weights.state import require_module
+from accelfn.weights.stored import Stored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,7 +397,7 @@ def _load(
     weights_location: str | os.PathLike[str],
     offload_folder: str | os.PathLike[str] | None,
 ) -> None:
-    opened, saved = _without_saved(open_checkpoint(weights_location), model, plan, quantizer)
+    opened, saved = _without_saved(open_weights(weights_location), model, plan, quantizer)
     options = LoadOptions(
         places=places,
         special_dtypes={
@@ -424,7 +420,7 @@ def _load(
             model,
             steps._replace(steps=tuple(rest)),
             opened.file_ids,
-            folder=offload_folder,
+            convert=converting(opened.file_ids, offload_folder, advance),
             advance=advance,
         )
         for name, old, new in _replace_layers(model, plan, quantizer):
@@ -452,8 +448,8 @@ def _load(
 
 
 def _without_saved(
-    opened: Checkpoint, model: nn.Module, plan: QuantizationPlan, quantizer: Quantizer
-) -> tuple[Checkpoint, dict[str, dict[str, Stored]]]:
+    opened: OpenedWeights, model: nn.Module, plan: QuantizationPlan, quantizer: Quantizer
+) -> tuple[OpenedWeights, dict[str, dict[str, Stored]]]:
     """Separate the tensors of saved quantised layers, and present their weights as unquantised.
 
     So the checkpoint can be matched with the model.

@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias
 
 import torch
 
-from accelfn.bigmodel.devices import named_dtype
 from accelfn.context.config.checks import (
     settle,
     settle_fields,
@@ -17,6 +16,7 @@ from accelfn.context.config.checks import (
     wrong_type,
 )
 from accelfn.errors import ConfigurationError
+from accelfn.weights.places import named_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _QUANT_TYPES = ("fp4", "nf4")

@@ -15,9 +15,9 @@ from torch import nn
 
 from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.bigmodel.model_info import LeafShape, ModelShape, read_shape, shape_from_leaves
-from accelfn.bigmodel.weight_files import open_checkpoint
-from accelfn.checkpoint.weights_index import find_weights
 from accelfn.errors import MissingExtraError, NoCheckpointError
+from accelfn.weights.index import find_weights
+from accelfn.weights.open import open_weights
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
@@ -142,7 +142,7 @@ def _from_files(path: Path) -> ModelShape:
             f"{path}: the sizes in a pickled file can't be read without its weights. Pass safetensors, a "
             "folder with a config.json, or MODULE:FUNCTION."
         )
-    files = open_checkpoint(path)
+    files = open_weights(path)
     if not files.tensors:
         raise NoCheckpointError(f"{path} has no tensors.")
     tensors = {**files.tensors, **{name: files.tensors[first] for name, first in files.tied.items()}}

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from accelfn.bigmodel.assign import is_packable
-from accelfn.bigmodel.devices import Place, check_device, is_simulated
-from accelfn.bigmodel.weight_files import drop_pages, mapped_from, read_in
+from accelfn.weights.assign import is_packable
+from accelfn.weights.places import Place, check_device, is_simulated
+from accelfn.weights.stored import drop_pages, mapped_from, read_in
 
 # As CUDA's allocator; kernels with 16-byte vector loads need no more.
 _ALIGNMENT = 256

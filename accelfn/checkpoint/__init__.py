@@ -9,11 +9,12 @@ from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
 from accelfn.checkpoint.load import find_checkpoint, find_files, load_latest, load_state, load_tree
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.save import save_state, save_tree
+from accelfn.checkpoint.save_model import save_model, save_object
 from accelfn.checkpoint.sharded_folder import merge_fsdp_weights
 from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
-from accelfn.checkpoint.weights import LoadReport, load_model, save_model, save_object
-from accelfn.checkpoint.weights_index import find_weights
-from accelfn.checkpoint.weights_state import get_state_dict
+from accelfn.weights.index import find_weights
+from accelfn.weights.load import LoadReport, load_model
+from accelfn.weights.state import get_state_dict
 
 __all__ = (
     "EXIT_PREEMPTED",

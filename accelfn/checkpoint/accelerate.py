@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.checkpoint.sharded_folder import read_sharded_folder
-from accelfn.checkpoint.torch_file import read_torch_file
-from accelfn.checkpoint.weights import read_weights
 from accelfn.context.config import GradScalerKwargs
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 from accelfn.training import ScalerState
+from accelfn.weights.open import read_weights
+from accelfn.weights.torch_file import read_torch_file
 
 _NUMBER, _FROM_0 = r"(?:_([1-9]\d*))?", r"_(0|[1-9]\d*)"
 # Kinds of which a folder may contain several, and patterns of their files; folders end in a slash.

@@ -15,12 +15,12 @@ from pathlib import Path
 
 from accelfn.checkpoint.background import CollectivePhases
 from accelfn.checkpoint.commit import check_target, claim, scratch_folder
-from accelfn.checkpoint.disk import REAL_DISK, Disk, make_folders, naming, open_regular, opened, walk
-from accelfn.checkpoint.files import checksums
 from accelfn.checkpoint.manifest import Attachment
+from accelfn.checkpoint.read import checksums
 from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.errors import CheckpointError
+from accelfn.storage.disk import REAL_DISK, Disk, make_folders, naming, open_regular, opened, walk
 
 
 @contextmanager

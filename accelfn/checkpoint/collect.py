@@ -14,9 +14,7 @@ from torch.optim import Optimizer
 from accelfn.checkpoint.background import paused_collection
 from accelfn.checkpoint.by_rank import renamed, stored_place
 from accelfn.checkpoint.document.encode import encode
-from accelfn.checkpoint.files import memory_of
-from accelfn.checkpoint.header import dtype_name
-from accelfn.checkpoint.manifest import CHUNK_BYTES, Json
+from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.objects import Names, find_names, inner_of, state_of
 from accelfn.checkpoint.plan import Box, Held, boxes_from, boxes_of
 from accelfn.checkpoint.random_state import random_states
@@ -28,6 +26,8 @@ from accelfn.parallel.values import check_filled
 from accelfn.training import ScalerState, unwrap_model
 from accelfn.training.scaler import check_scaler
 from accelfn.tree.digest import digest_tensors
+from accelfn.weights.header import dtype_name
+from accelfn.weights.write import CHUNK_BYTES, memory_of
 
 # Background saves compare only samples of tensors that are larger than this: reading every byte would hold up
 # the training for as long as copying them.

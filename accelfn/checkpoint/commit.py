@@ -24,7 +24,15 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from accelfn.checkpoint.disk import (
+from accelfn.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    format_manifest,
+    is_own_name,
+    parse_head,
+)
+from accelfn.errors import CheckpointError, DamagedCheckpointError, NotAvailableError
+from accelfn.storage.disk import (
     Disk,
     is_there,
     make_folders,
@@ -35,14 +43,6 @@ from accelfn.checkpoint.disk import (
     walk,
     write_file,
 )
-from accelfn.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    format_manifest,
-    is_own_name,
-    parse_head,
-)
-from accelfn.errors import CheckpointError, DamagedCheckpointError, NotAvailableError
 
 # The manifest of 40,000 tensors has about 8 MB.
 MAX_MANIFEST_BYTES = 1 << 30

@@ -14,14 +14,14 @@ import torch
 from accelfn.checkpoint.accelerate import AccelerateFolder, is_accelerate, read_folder
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.commit import check_target
-from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.find import locate
 from accelfn.checkpoint.load import read_parts
 from accelfn.checkpoint.manifest import Json, Manifest
+from accelfn.checkpoint.model_files import write_weights
 from accelfn.checkpoint.save import save_for_ranks
-from accelfn.checkpoint.weights_files import write_weights
 from accelfn.errors import CheckpointError, NoCheckpointError
+from accelfn.storage.disk import REAL_DISK
 
 Form = Literal["accelfn", "safetensors"]
 

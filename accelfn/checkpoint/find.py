@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from accelfn.checkpoint.commit import MAX_MANIFEST_BYTES, describe_extra, find_extra, find_missing
-from accelfn.checkpoint.disk import REAL_DISK, Disk, Folder, is_there, opened, read_file
 from accelfn.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -21,6 +20,7 @@ from accelfn.checkpoint.manifest import (
     parse_manifest,
 )
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, NotAvailableError
+from accelfn.storage.disk import REAL_DISK, Disk, Folder, is_there, opened, read_file
 
 _T = TypeVar("_T")
 # Each new attempt means that a save replaced or removed the checkpoint while it was read.

@@ -17,9 +17,9 @@ from accelfn.checkpoint.commit import (
     is_dead,
     remove_checkpoint,
 )
-from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.find import Found, scan
 from accelfn.errors import ConfigurationError
+from accelfn.storage.disk import REAL_DISK, Disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from accelfn.checkpoint.background import CollectivePhases, finish_background, paused_collection
-from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document.compare import match
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.document.nodes import stored_names
-from accelfn.checkpoint.files import Box, read_boxes
 from accelfn.checkpoint.find import (
     OpenCheckpoint,
     check_names,
@@ -30,6 +28,7 @@ from accelfn.checkpoint.objects import (
     is_named_optimizer,
 )
 from accelfn.checkpoint.plan import find_overlaps, memory_for, part_of
+from accelfn.checkpoint.read import Box, read_boxes
 from accelfn.checkpoint.restore import (
     Read,
     Request,
@@ -51,6 +50,7 @@ from accelfn.errors import (
     RemoteRankError,
 )
 from accelfn.parallel.engines import with_plain_objects
+from accelfn.storage.disk import REAL_DISK, Disk
 from accelfn.tree import local_of
 
 T = TypeVar("T")
@@ -71,6 +71,7 @@ class StoredParts(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
+@takes_context
 @takes_context
 def load_state(
     ctx: Context,
@@ -127,6 +128,7 @@ def load_state(
     return write_back(_load(ctx, phases, request.directory, plain, request, random_state))
 
 
+@takes_context
 @takes_context
 def load_latest(
     ctx: Context,

@@ -16,14 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from accelfn.errors import DamagedCheckpointError, NotAvailableError
+from accelfn.weights.write import CHUNK_BYTES
 
 Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 
 FORMAT = "accelfn-checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-# A checksum covers at most this many bytes, so that a rank that needs part of a tensor verifies little more.
-CHUNK_BYTES = 1 << 26
 
 # The order is that of the file.
 _SCALARS = ("created_by", "identity", "step", "metric", "world_size")

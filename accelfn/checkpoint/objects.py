@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from accelfn.checkpoint.document.compare import Shaped, Stored, describe
 from accelfn.checkpoint.document.nodes import children_of, join_path, leaves_of
-from accelfn.checkpoint.header import contiguous_copy
 from accelfn.checkpoint.low_bit import fit_low_bit, is_low_bit, may_have_low_bits, plain_states, with_low_bits
 from accelfn.checkpoint.manifest import Json
 from accelfn.data import LoaderState, PreparedDataLoader
@@ -35,6 +34,8 @@ from accelfn.parallel.optimizers import hidden_state
 from accelfn.parallel.pointers import repoint, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import local_of
+from accelfn.weights.assign import loads_in_its_own_way
+from accelfn.weights.header import contiguous_copy
 
 # Stored class names that match any optimizer: a proxy's, and those from converted checkpoints.
 _ANY_OPTIMIZER = ("", "AcceleratedOptimizer", "Optimizer")
@@ -518,7 +519,7 @@ def _unwrapped(optimizer: Optimizer) -> Optimizer:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module's state dict is its parameters and buffers, and loading only fills these."""
-    if any(_loads_in_its_own_way(part) for part in module.modules()):
+    if any(loads_in_its_own_way(part) for part in module.modules()):
         return False
     own = {
         address_of(value)
@@ -539,14 +540,6 @@ def _loads_as_torch(optimizer: Optimizer) -> bool:
     )
     ways = kind.load_state_dict, kind.__setstate__
     return not any(hooks) and all(way.__module__.startswith("torch.optim.") for way in ways)
-
-
-def _loads_in_its_own_way(module: nn.Module) -> bool:
-    """Whether a module has hooks or methods for loading that aren't torch's."""
-    kind, state = cast("Any", type(module)), vars(module)
-    hooks = [*state["_load_state_dict_pre_hooks"].values(), *state["_load_state_dict_post_hooks"].values()]
-    ways = [kind.load_state_dict, kind._load_from_state_dict, *(getattr(one, "hook", one) for one in hooks)]
-    return not all(str(getattr(way, "__module__", "")).startswith("torch.") for way in ways)
 
 
 def _has_memory(value: object) -> TypeGuard[torch.Tensor]:

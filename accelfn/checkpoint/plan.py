@@ -14,13 +14,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.manifest import Piece, StoredTensor, leaf_path
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, Drift, ReplicaDriftError
 from accelfn.tree import from_local, local_of
 from accelfn.tree.digest import digest_tensors
+from accelfn.weights.header import dtype_from_name
 
 
 class Box(NamedTuple):

@@ -127,6 +127,7 @@ class _StopHandler(SignalHolder):
 
 
 @takes_context
+@takes_context
 @contextmanager
 def preemption(
     ctx: Context,

@@ -32,7 +32,6 @@ from accelfn.checkpoint.collect import (
     random_names,
 )
 from accelfn.checkpoint.commit import check_path, check_target
-from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document.encode import Encoded, encode
 from accelfn.checkpoint.keep import Keep
 from accelfn.checkpoint.manifest import (
@@ -58,6 +57,7 @@ from accelfn.context.config import GuardMode
 from accelfn.errors import MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.pointers import WholeModel
+from accelfn.storage.disk import REAL_DISK, Disk
 from accelfn.tree import local_of
 
 
@@ -125,6 +125,7 @@ def save_state(
     files: str | os.PathLike[str] | None = None,
     allow_drift: bool = False,
 ) -> Path | SaveHandle: ...
+@takes_context
 @takes_context
 def save_state(
     ctx: Context,

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from accelfn.checkpoint.disk import Disk, Folder, Status
 from accelfn.context import Context, MakeError
+from accelfn.storage.disk import Disk, Folder, Status
 
 
 def disk_of(ctx: Context, disk: Disk) -> Disk:

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.checkpoint.header import SAFETENSORS_NAMES
-from accelfn.checkpoint.torch_file import (
+from accelfn.checkpoint.model_files import staging, write_pickled, write_safetensors
+from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from accelfn.weights.header import SAFETENSORS_NAMES
+from accelfn.weights.torch_file import (
     Record,
     RefusedPickleError,
     read_pickle,
     read_torch_stream,
     refuse_pickle,
 )
-from accelfn.checkpoint.weights_files import staging, write_pickled, write_safetensors
-from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 
 _TABLE = ".metadata"
 # Modules of the classes in the table; some, such as paths and memory formats, aren't used.

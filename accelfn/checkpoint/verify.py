@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from accelfn.checkpoint.commit import find_extra
-from accelfn.checkpoint.disk import REAL_DISK, Disk, Folder, naming, open_regular
-from accelfn.checkpoint.files import checksums, expected_entries, verify_tensor_file
 from accelfn.checkpoint.find import OpenCheckpoint, check_names, read_checkpoint
 from accelfn.checkpoint.manifest import MANIFEST, Attachment
+from accelfn.checkpoint.read import checksums, expected_entries, verify_tensor_file
 from accelfn.errors import DamagedCheckpointError
+from accelfn.storage.disk import REAL_DISK, Disk, Folder, naming, open_regular
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,8 +25,6 @@ from accelfn.checkpoint.commit import (
     find_missing,
     write_manifest,
 )
-from accelfn.checkpoint.disk import Disk
-from accelfn.checkpoint.files import new_entry, write_tensors
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import (
     Attachment,
@@ -44,6 +42,8 @@ from accelfn.checkpoint.plan import (
 )
 from accelfn.comm import catch
 from accelfn.errors import CheckpointError
+from accelfn.storage.disk import Disk
+from accelfn.weights.write import new_entry, write_tensors
 
 # Two threads write two files at a time if each has at least this many bytes.
 _BYTES_FOR_A_FILE = 1 << 25

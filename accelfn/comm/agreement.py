@@ -521,6 +521,7 @@ def describe_tree(operation: str, tree: Any) -> Call:
 
 
 @takes_context
+@takes_context
 def verify_structure(ctx: Context, tree: Any) -> None:
     """Check that every rank has a tree of the same structure, shapes and dtypes.
 

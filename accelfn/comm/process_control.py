@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 
 @takes_context
+@takes_context
 def wait_for_everyone(ctx: Context) -> None:
     """Return when every rank has called this.
 
@@ -32,6 +33,7 @@ def wait_for_everyone(ctx: Context) -> None:
         agree(ctx, Call("wait_for_everyone"))
 
 
+@takes_context
 @takes_context
 @contextmanager
 def main_process_first(ctx: Context) -> Generator[None, None, None]:
@@ -46,6 +48,7 @@ def main_process_first(ctx: Context) -> Generator[None, None, None]:
         yield
 
 
+@takes_context
 @takes_context
 @contextmanager
 def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
@@ -77,6 +80,7 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
 
 
 @takes_context
+@takes_context
 @contextmanager
 def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
     """Propagate an exception in the block to every rank, before it is raised on this one.
@@ -104,6 +108,7 @@ def on_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: 
 @overload
 def on_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 @takes_context
+@takes_context
 def on_main_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the main process only; elsewhere the function returns None.
 
@@ -130,6 +135,7 @@ def on_local_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecor
 @overload
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 @takes_context
+@takes_context
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the first process of each node; elsewhere it returns None.
 
@@ -143,6 +149,7 @@ def on_last_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: 
 @overload
 def on_last_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 @takes_context
+@takes_context
 def on_last_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the last rank; see :func:`on_main_process`."""
     return _only(ctx, "on_last_process", ctx.is_last_process, share)
@@ -152,6 +159,7 @@ def on_last_process(ctx: Context, *, share: bool = False) -> Any:
 def on_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
+@takes_context
 @takes_context
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on rank ``index``; see :func:`on_main_process`.
@@ -168,6 +176,7 @@ def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
 def on_local_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
+@takes_context
 @takes_context
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on local rank ``index`` of each node.
@@ -223,6 +232,7 @@ def _only(ctx: Context, operation: str, runs: bool, share: bool, where: str = ""
 
 
 @takes_context
+@takes_context
 def print_once(ctx: Context, *values: Any, **options: Any) -> None:
     """Print on the first process of each node, with the arguments of the builtin ``print``.
 
@@ -244,6 +254,7 @@ def set_trigger(state: TriggerState) -> TriggerState:
     return TriggerState(is_set=True)
 
 
+@takes_context
 @takes_context
 def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool]:
     """Return whether any rank has set the flag, and clear it if so.

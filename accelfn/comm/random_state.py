@@ -67,6 +67,7 @@ def set_seed(
 
 
 @takes_context
+@takes_context
 def synchronize_rng_states(
     ctx: Context, types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:

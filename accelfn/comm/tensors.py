@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 
 @takes_context
+@takes_context
 def gather(ctx: Context, tree: T) -> T:
     """Concatenate each tensor of ``tree`` over all ranks along its first dimension, in rank order.
 
@@ -77,6 +78,7 @@ def gather(ctx: Context, tree: T) -> T:
     return layout.structure.unflatten(gathered)
 
 
+@takes_context
 @takes_context
 def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) -> T:
     """Reduce each tensor of ``tree`` over all ranks, element by element.
@@ -140,6 +142,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     return unpack(Packed(tuple(buffers), layout))
 
 
+@takes_context
 @takes_context
 def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     """Send every rank the tensors of rank ``from_process``.

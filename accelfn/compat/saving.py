@@ -18,9 +18,9 @@ import accelfn.comm as comm
 from accelfn.accelerator.saving import run_save_hooks
 from accelfn.checkpoint.attachments import claim_folder
 from accelfn.checkpoint.commit import read_head
-from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.random_state import random_states, restore_random_states
 from accelfn.context import Context
+from accelfn.storage.disk import REAL_DISK
 
 
 class LocalSaving(shim.Accelerator):

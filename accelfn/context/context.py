@@ -406,6 +406,7 @@ def _forgotten(function: str, *given: object) -> TypeError:
 
 
 @takes_context
+@takes_context
 def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``. Closing twice has no effect.
 

@@ -13,7 +13,6 @@ import torch
 from accelfn.checkpoint.background import CollectivePhases, paused_collection
 from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.collect import collect_state, contents, parse_held
-from accelfn.checkpoint.header import contiguous_copy, copyable, dtype_from_name
 from accelfn.checkpoint.manifest import Json, Manifest, Piece, StoredTensor
 from accelfn.checkpoint.plan import (
     Box,
@@ -31,6 +30,7 @@ from accelfn.checkpoint.stages import join_stages
 from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.elastic.snapshot import Key, Memory, Share
+from accelfn.weights.header import contiguous_copy, copyable, dtype_from_name
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ import torch
 from accelfn.checkpoint.background import HostMemory, views_in
 from accelfn.checkpoint.collect import Collected, collect_state, held_of, parse_held
 from accelfn.checkpoint.document.compare import match
-from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.plan import Held, has_copies
 from accelfn.comm import Call, catch, count_call, gather_bytes
@@ -26,6 +25,7 @@ from accelfn.context import Context, World, takes_context
 from accelfn.context.world import GroupOwner
 from accelfn.errors import CheckpointMismatchError
 from accelfn.tree import local_of
+from accelfn.weights.header import dtype_from_name
 
 _LOOK_S = 0.002
 
@@ -211,6 +211,7 @@ class Memory:
             )
 
 
+@takes_context
 @takes_context
 def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
     """Keep a snapshot of the state in memory, from which the run goes on if a rank is lost.

@@ -16,17 +16,17 @@ from typing import Any, cast
 from accelfn.checkpoint import Keep, convert_checkpoint, prune_checkpoints
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.commit import find_leftovers, is_dead, read_head
-from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.document.nodes import LEAVES, child_path, children_of
 from accelfn.checkpoint.find import explain_absence, read_checkpoint, scan
-from accelfn.checkpoint.header import dtype_from_name
 from accelfn.checkpoint.keep import plan_prune
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
 from accelfn.checkpoint.verify import verify_files
 from accelfn.errors import ConfigurationError, DamagedCheckpointError, NoCheckpointError
 from accelfn.launch.output import format_table, print_table
+from accelfn.storage.disk import REAL_DISK
 from accelfn.tree.structure import size_text
+from accelfn.weights.header import dtype_from_name
 
 _MAX_ROWS = 24  # per part, without --all
 _MAX_CHARACTERS = 60

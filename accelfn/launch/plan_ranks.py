@@ -90,9 +90,9 @@ def draw_search(options: argparse.Namespace, form: str) -> tuple[str, bool]:
         ValueError: The model can't be built, or there is no such dtype.
     """
     from accelfn.bigmodel.source import call_on_meta
-    from accelfn.checkpoint.weights_index import parse_size
     from accelfn.parallel.planning.search import DEFAULT_AXES, search_meshes
     from accelfn.tree import count_rows, slice_tensors
+    from accelfn.weights.index import parse_size
 
     axes = DEFAULT_AXES if options.axes is None else options.axes.split(",")
     shared = [axis for axis in ("cp", "sp") if axis in axes]

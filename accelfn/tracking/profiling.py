@@ -19,6 +19,7 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 
 
 @takes_context
+@takes_context
 @contextmanager
 def profile(
     ctx: Context, profile_handler: ProfileKwargs | None = None

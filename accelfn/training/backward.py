@@ -31,6 +31,7 @@ Batch = TypeVar("Batch")
 
 
 @takes_context
+@takes_context
 def backward(
     ctx: Context,
     loss: torch.Tensor,
@@ -157,6 +158,7 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
         raise
 
 
+@takes_context
 @takes_context
 def forward_backward(
     ctx: Context,
@@ -292,6 +294,7 @@ def modules_in(operation: str, model: object) -> list[nn.Module]:
 
 
 @takes_context
+@takes_context
 def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return ``model(*args, **kwargs)``, also for pipelined models.
 
@@ -326,6 +329,7 @@ def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
+@takes_context
 @takes_context
 def lomo_backward(
     ctx: Context,

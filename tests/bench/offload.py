@@ -16,11 +16,11 @@ from torch import nn
 
 import accelfn as af
 from accelfn.bigmodel import read_offload
-from accelfn.bigmodel.assign import refs_of
 from accelfn.bigmodel.block_hooks import attach_prefetcher
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.transfer import Link, Packing, pack
+from accelfn.weights.assign import refs_of
 from tests.bench.llama import llama
 from tests.bench.timing import compare, show_against, show_table
 

@@ -29,9 +29,9 @@ from accelfn.bigmodel import (
     load_state_dict,
     read_source,
 )
-from accelfn.bigmodel.weight_files import mapped_from
 from accelfn.errors import CheckpointMismatchError
 from accelfn.testing import run_ranks
+from accelfn.weights.stored import mapped_from
 from tests.bigmodel.load.layouts import on_meta, write
 from tests.bigmodel.offload.trees import assert_same_gradients
 from tests.bigmodel.real import TINY, create, tiny

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from accelfn.checkpoint.disk import Disk, Folder, Status
+from accelfn.storage.disk import Disk, Folder, Status
 
 ROOT = 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import accelfn as af
-from accelfn.checkpoint.disk import REAL_DISK, Disk
+from accelfn.storage.disk import REAL_DISK, Disk
 from tests.checkpoint.watched_disk import installed
 
 

@@ -13,9 +13,9 @@ import torch
 
 import accelfn as af
 from accelfn.checkpoint import Keep
-from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Collectives, Context
 from accelfn.errors import CheckpointError, NoCheckpointError, RemoteRankError
+from accelfn.storage.disk import REAL_DISK
 from accelfn.testing import Fault, Schedule, explore, run_schedule
 from tests.checkpoint.small import names, save, value
 

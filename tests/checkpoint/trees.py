@@ -12,8 +12,8 @@ import optree
 import torch
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.header import contiguous_copy, copyable, is_storable
 from accelfn.comm.agreement import as_bytes
+from accelfn.weights.header import contiguous_copy, copyable, is_storable
 
 np = cast("Any", numpy)  # partly untyped
 NAMESPACE = "accelfn.tests.checkpoint"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from accelfn.checkpoint.disk import REAL_DISK, Disk, Folder
+from accelfn.storage.disk import REAL_DISK, Disk, Folder
 
 Watcher = Callable[[str, str], None]  # kind of operation, path
 

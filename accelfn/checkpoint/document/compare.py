@@ -25,9 +25,9 @@ from accelfn.checkpoint.document.nodes import (
     is_object,
     parts_of,
 )
-from accelfn.checkpoint.header import dtype_name
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import Misfit
+from accelfn.weights.header import dtype_name
 
 Node = dict[str, Any]
 

@@ -24,9 +24,9 @@ from accelfn.checkpoint.document.nodes import (
     registry_entry,
     require_numpy,
 )
-from accelfn.checkpoint.header import contiguous_copy, copyable
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import AccelfnError, CheckpointMismatchError, Misfit
+from accelfn.weights.header import contiguous_copy, copyable
 
 Node = dict[str, Any]
 Restore = Callable[[str, Any, Any], Any]

@@ -40,9 +40,9 @@ from accelfn.checkpoint.document.nodes import (
     write_key,
     write_plain,
 )
-from accelfn.checkpoint.header import is_storable
 from accelfn.checkpoint.manifest import Json
 from accelfn.tree import local_of
+from accelfn.weights.header import is_storable
 
 Node = dict[str, Any]
 Convert = Callable[[str, Any], Any]

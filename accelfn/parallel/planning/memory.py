@@ -165,6 +165,7 @@ class Budget(NamedTuple):
 
 
 @takes_context
+@takes_context
 def plan_memory(
     ctx: Context,
     model: nn.Module | ModelFacts,

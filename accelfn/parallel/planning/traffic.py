@@ -65,6 +65,7 @@ class Traffic(NamedTuple):
 
 
 @takes_context
+@takes_context
 def plan_traffic(
     ctx: Context,
     model: nn.Module | ModelFacts,

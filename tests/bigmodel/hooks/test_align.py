@@ -17,7 +17,7 @@ from accelfn.bigmodel.hooks import (
     remove_hook_from_module,
 )
 from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
-from accelfn.bigmodel.weight_files import mapped_from
+from accelfn.weights.stored import mapped_from
 from tests.bigmodel.load.layouts import on_meta
 from tests.bigmodel.offload.trees import same
 

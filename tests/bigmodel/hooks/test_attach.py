@@ -18,7 +18,6 @@ from accelfn.bigmodel.align_hooks import (
     has_offloaded_params,
     offload_hook_of,
 )
-from accelfn.bigmodel.assign import named_modules
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.hooks import (
     ModelHook,
@@ -26,6 +25,7 @@ from accelfn.bigmodel.hooks import (
     hook_of,
     remove_hook_from_submodules,
 )
+from accelfn.weights.assign import named_modules
 from tests.bigmodel.load.layouts import on_meta
 from tests.bigmodel.offload.trees import assert_same_gradients, same
 

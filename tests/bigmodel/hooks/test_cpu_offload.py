@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.devices import Place
 from accelfn.bigmodel.hooks import (
     CpuOffload,
     UserCpuOffloadHook,
@@ -19,6 +18,7 @@ from accelfn.bigmodel.hooks import (
     cpu_offload_with_hook,
     hook_of,
 )
+from accelfn.weights.places import Place
 from tests.bigmodel.offload.trees import same
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))

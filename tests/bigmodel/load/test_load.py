@@ -22,10 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel import load as loading
-from accelfn.bigmodel import weight_files
 from accelfn.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model, load_state_dict
-from accelfn.bigmodel.weight_files import mapped_from
 from accelfn.checkpoint import load_model
 from accelfn.errors import (
     CheckpointError,
@@ -34,6 +31,9 @@ from accelfn.errors import (
     Misfit,
     NoCheckpointError,
 )
+from accelfn.weights import load as loading
+from accelfn.weights import read as reading
+from accelfn.weights.stored import mapped_from
 from tests.bigmodel.load.layouts import LAYOUTS, Layout, ModelT, on_meta, same, save, write
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -122,8 +122,8 @@ def test_a_checkpoint_is_loaded(
     names: tuple[str, ...] = ("embed", "blocks", "blocks.1", "norm", "")
     device_map: Any = None if places is None else dict(zip(names, places, strict=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_files, "PIECE_BYTES", piece)
-        patch.setattr(weight_files, "_STEP_BYTES", piece // 2)
+        patch.setattr(reading, "PIECE_BYTES", piece)
+        patch.setattr(reading, "_STEP_BYTES", piece // 2)
         load_checkpoint_in_model(model, path, device_map, folder / "off", dtype, strict=True)
     for name, tensor in model.state_dict().items():
         floats = wanted[name].is_floating_point()

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.bigmodel import load as apply
-from accelfn.bigmodel.weight_files import mapped_from
 from accelfn.errors import CheckpointMismatchError
+from accelfn.weights import load as apply
+from accelfn.weights.stored import mapped_from
 from tests.bigmodel.load.layouts import on_meta, save
 
 

@@ -21,9 +21,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.bigmodel import load_state_dict
-from accelfn.bigmodel.weight_files import STORED_DTYPES, mapped_from
-from accelfn.checkpoint.disk import REAL_DISK
-from accelfn.checkpoint.files import new_entry, write_tensors
+from accelfn.storage.disk import REAL_DISK
+from accelfn.weights.open import STORED_DTYPES
+from accelfn.weights.stored import mapped_from
+from accelfn.weights.write import new_entry, write_tensors
 from tests.bigmodel.load.layouts import made, same, write
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

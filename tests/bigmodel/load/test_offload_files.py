@@ -31,10 +31,11 @@ from accelfn.bigmodel.offload_folder import (
     offload_weight,
     save_offload_index,
 )
-from accelfn.bigmodel.weight_files import STORED_DTYPES, mapped_from
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.testing import run_ranks
+from accelfn.weights.open import STORED_DTYPES
+from accelfn.weights.stored import mapped_from
 from tests.bigmodel.load.layouts import made, same
 
 DTYPES = (*STORED_DTYPES.values(), torch.complex128)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.assign import id_tensor_storage, named_module_tensors, set_module_tensor_to_device
+from accelfn.weights.assign import id_tensor_storage, named_module_tensors, set_module_tensor_to_device
 
 
 class Sample(nn.Module):

@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
-from accelfn.bigmodel.assign import named_modules, refs_of
 from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, read_offload, undispatch
 from accelfn.bigmodel.offload_folder import offload_state_dict
-from accelfn.bigmodel.weight_files import mapped_from
 from accelfn.errors import DamagedCheckpointError
+from accelfn.weights.assign import named_modules, refs_of
+from accelfn.weights.stored import mapped_from
 from tests.bigmodel.offload.trees import (
     WIDTH,
     Namespace,

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from accelfn.bigmodel import Place, block_stream, cpu_offload
-from accelfn.bigmodel.assign import refs_of
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.transfer import Arrival, Link, Packing, open_link, unpack
+from accelfn.weights.assign import refs_of
 
 WIDTH = 4
 ModelT = TypeVar("ModelT", bound=nn.Module)

@@ -14,11 +14,11 @@ from torch import nn
 import accelfn as af
 from accelfn import Context
 from accelfn.bigmodel import Pipeline, plan_pipeline
-from accelfn.bigmodel import load as applying
 from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.comm import catch
 from accelfn.errors import CheckpointMismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import run_ranks
+from accelfn.weights import load as applying
 from tests.bigmodel.pipeline.models import Net, Skipping, Tied, seeded
 
 

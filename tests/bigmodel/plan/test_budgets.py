@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from accelfn.bigmodel import convert_file_size_to_int, get_balanced_memory, get_max_memory
-from accelfn.bigmodel.devices import Place, available_memory
 from accelfn.errors import MissingExtraError
+from accelfn.weights.places import Place, available_memory
 from tests.bigmodel.plan.trees import M3
 
 # --- sizes ---------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
 
 def test_accelerators_are_queried(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     accelerator(monkeypatch, "cuda")
-    with caplog.at_level(logging.INFO, "accelfn.bigmodel.devices"):
+    with caplog.at_level(logging.INFO, "accelfn.weights.places"):
         found = get_max_memory()
     assert list(found) == [0, "cpu"]
     assert found[0] == 1000

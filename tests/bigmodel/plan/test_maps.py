@@ -21,7 +21,7 @@ from accelfn.bigmodel import (
     read_shape,
     resolve_device_map,
 )
-from accelfn.bigmodel.devices import Place
+from accelfn.weights.places import Place
 from tests.bigmodel.plan.trees import M3, Tree, build, trees
 
 

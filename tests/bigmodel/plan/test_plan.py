@@ -18,7 +18,7 @@ from accelfn.bigmodel import (
     plan_device_map,
     read_shape,
 )
-from accelfn.bigmodel.devices import Place
+from accelfn.weights.places import Place
 from tests.bigmodel.plan.trees import M3, build, three_blocks, trees
 
 FP16, FP32 = torch.float16, torch.float32

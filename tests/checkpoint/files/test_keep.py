@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from accelfn.checkpoint import Keep, find_checkpoints, plan_retention, prune_checkpoints, verify_checkpoint
 from accelfn.checkpoint.commit import abandon, begin_save
-from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.errors import ConfigurationError
+from accelfn.storage.disk import REAL_DISK
 from tests.checkpoint.small import names, save, value
 
 counts = st.none() | st.integers(1, 4)

@@ -10,9 +10,9 @@ import torch
 
 import accelfn as af
 from accelfn.checkpoint.commit import begin_save, clean
-from accelfn.checkpoint.disk import make_folders
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.storage.disk import make_folders
 from accelfn.testing import run_ranks
 from tests.checkpoint.model_disk import Killed, Model, Operation, crashes, settled
 from tests.checkpoint.watched_disk import installed, locked

@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.disk import REAL_DISK
-from accelfn.checkpoint.files import Box, copy_elements, read_boxes
 from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
-from accelfn.checkpoint.manifest import CHUNK_BYTES
+from accelfn.checkpoint.read import Box, copy_elements, read_boxes
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError
+from accelfn.storage.disk import REAL_DISK
 from accelfn.tree.digest import split_flat
+from accelfn.weights.write import CHUNK_BYTES
 from tests.checkpoint.small import flip, said, same_bits
 from tests.checkpoint.watched_disk import installed
 from tests.checkpoint.weights.models import Bag

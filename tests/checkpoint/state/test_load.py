@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, RemoteRankError
+from accelfn.storage.disk import REAL_DISK
 from accelfn.testing import run_ranks
 from tests.checkpoint import layouts
 from tests.checkpoint.small import flip, names

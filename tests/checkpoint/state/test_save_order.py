@@ -9,9 +9,9 @@ import torch
 
 import accelfn as af
 from accelfn.checkpoint.commit import abandon, begin_save
-from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, RemoteRankError
+from accelfn.storage.disk import REAL_DISK
 from accelfn.testing import run_ranks
 from tests.checkpoint.watched_disk import installed, watched
 

@@ -17,7 +17,7 @@ import torch
 import accelfn as af
 from accelfn import Context
 from accelfn.checkpoint import find_weights
-from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.storage.disk import REAL_DISK
 from tests.checkpoint.watched_disk import installed
 from tests.checkpoint.weights.models import Bag
 
@@ -300,7 +300,7 @@ def test_without_locks_a_reader_finds_one_model_whenever_another_program_saves(
     def lock(path: str) -> None:
         """Say that there are no locks."""
 
-    with installed(replace(REAL_DISK, lock=lock), "weights_files"):
+    with installed(replace(REAL_DISK, lock=lock), "model_files"):
         for old, step in itertools.product((None, 2), range(1, 7)):
             folder = tmp_path / f"{old} {step}"
             if old:

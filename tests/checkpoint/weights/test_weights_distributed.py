@@ -97,7 +97,7 @@ def test_an_error_between_gathers_raises_on_every_rank(what: str, tmp_path: Path
         if what == "state" and ctx.rank == 1:
             model.register_state_dict_post_hook(fail)
         if what == "full" and ctx.is_main_process:
-            files: Any = importlib.import_module("accelfn.checkpoint.files")
+            files: Any = importlib.import_module("accelfn.checkpoint.read")
             source_of, written = files._source_of, []
 
             def full(entry: Any) -> torch.Tensor:
@@ -153,8 +153,8 @@ def test_only_a_ranks_part_of_a_stored_tensor_goes_to_its_device(tmp_path: Path)
 
         class Watch(TorchFunctionMode):
             def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                if func is torch.Tensor.to:
-                    largest[-1] = max(largest[-1], args[0].numel())
+                if func in (torch.Tensor.to, torch.Tensor.copy_):
+                    largest[-1] = max(largest[-1], args[func is torch.Tensor.copy_].numel())
                 return func(*args, **(kwargs or {}))
 
         for load in (af.load_model, load_checkpoint_in_model):

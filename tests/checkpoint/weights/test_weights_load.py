@@ -368,7 +368,7 @@ def test_only_what_the_index_says_is_taken_from_a_file(tmp_path: Path) -> None:
     sharded(tmp_path)
     second = tmp_path / "model-00002-of-00002.safetensors"
     save_file({"other": torch.ones(2)}, second)  # of another save
-    with pytest.raises(DamagedCheckpointError, match="lacks bias, which the index says is in it"):
+    with pytest.raises(DamagedCheckpointError, match="lacks bias, which the index lists for it"):
         af.load_model(nn.Linear(2, 2), tmp_path)
     save_file({"bias": torch.ones(2), "weight": torch.full((2, 2), 9.0), "other": torch.ones(1)}, second)
     model = nn.Linear(2, 2)
@@ -384,7 +384,7 @@ def test_a_flipped_bit_of_a_pickled_file_is_found(tmp_path: Path) -> None:
     data[data.index(weight.numpy().tobytes()) + 5] ^= 64
     file.write_bytes(data)
     model = Bag(w=torch.ones(64))
-    with pytest.raises(DamagedCheckpointError, match="the checksum of a tensor doesn't match"):
+    with pytest.raises(DamagedCheckpointError, match="a tensor doesn't match its checksum"):
         af.load_model(model, tmp_path)
     assert model.get_buffer("w").eq(1).all()
 
@@ -411,9 +411,12 @@ def test_a_pickled_file_must_hold_a_dict_of_tensors(what: str, tmp_path: Path) -
     if what == "cut":
         file.write_bytes(file.read_bytes()[:-30])
     model = Bag(w=torch.ones(2))
-    with pytest.raises(af.errors.CheckpointError, match=file.name) as caught:
+    with pytest.raises(
+        af.errors.CheckpointError, match=file.name if what != "number" else "w +int"
+    ) as caught:
         af.load_model(model, tmp_path)
-    assert isinstance(caught.value, DamagedCheckpointError) == (what not in ("harm", "sparse", "module"))
+    is_damaged = what not in ("harm", "sparse", "module", "number")
+    assert isinstance(caught.value, DamagedCheckpointError) == is_damaged
     assert "weights_only" not in str(caught.value)  # load_model has no such option
     assert not sign.exists()
     assert model.get_buffer("w").eq(1).all()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.bigmodel.devices import PlaceLike, check_device, is_on, named_dtype, read_place
+from accelfn.weights.places import PlaceLike, check_device, is_on, named_dtype, read_place
 
 
 class TensorRef(NamedTuple):
@@ -74,6 +74,14 @@ def refs_of(module: nn.Module) -> Iterator[tuple[str, TensorRef]]:
             for key, tensor in store_of(owner, is_parameter).items():
                 if tensor is not None:
                     yield f"{dot}{key}", TensorRef(owner, key, is_parameter)
+
+
+def loads_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a module has hooks or methods for loading that aren't torch's."""
+    kind, state = cast("Any", type(module)), vars(module)
+    hooks = [*state["_load_state_dict_pre_hooks"].values(), *state["_load_state_dict_post_hooks"].values()]
+    ways = [kind.load_state_dict, kind._load_from_state_dict, *(getattr(one, "hook", one) for one in hooks)]
+    return not all(str(getattr(way, "__module__", "")).startswith("torch.") for way in ways)
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.torch_file import RefusedPickleError, read_pickle, read_torch_file, read_torch_stream
 from accelfn.errors import CheckpointError, DamagedCheckpointError
+from accelfn.weights.torch_file import RefusedPickleError, read_pickle, read_torch_file, read_torch_stream
 from tests.checkpoint.small import Bomb
 from tests.checkpoint.trees import same
 

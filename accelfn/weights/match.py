@@ -7,7 +7,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -16,8 +16,14 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.bigmodel.assign import TensorRef, named_modules, store_of
-from accelfn.bigmodel.devices import (
+from accelfn.errors import CheckpointMismatchError, Misfit
+from accelfn.parallel.pointers import WholeModel, whole_of
+from accelfn.tree import is_dtensor, local_of
+from accelfn.weights.assign import TensorRef, loads_in_its_own_way, named_modules, store_of
+from accelfn.weights.header import dtype_name
+from accelfn.weights.index import nesting_hint, prefix_hint, tied_by
+from accelfn.weights.open import OpenedWeights
+from accelfn.weights.places import (
     Place,
     check_device,
     is_on,
@@ -26,13 +32,8 @@ from accelfn.bigmodel.devices import (
     place_of,
     suggest_names,
 )
-from accelfn.bigmodel.weight_files import Checkpoint, Stored
-from accelfn.checkpoint.header import dtype_name
-from accelfn.checkpoint.weights_index import nesting_hint, prefix_hint, tied_by
-from accelfn.checkpoint.weights_state import own_names, without_inserted
-from accelfn.errors import CheckpointMismatchError, Misfit
-from accelfn.parallel.pointers import WholeModel, whole_of
-from accelfn.tree import is_dtensor, local_of
+from accelfn.weights.state import own_names, without_inserted
+from accelfn.weights.stored import Stored
 
 How: TypeAlias = Literal["fill", "new", "map", "convert"]
 """Read into the model's memory, read into new memory, map the checkpoint's file, or convert and map."""
@@ -50,6 +51,9 @@ class LoadOptions:
         has_folder: Whether there is an offload folder.
         strict: Refuse missing and unexpected names.
         is_whole: Whether the checkpoint has complete tensors, instead of this rank's shards.
+        casts: Whether floating tensors may have other dtypes in the files.
+        advice: A call that casts, for the error where this one doesn't.
+        by_modules: Whether modules may load by code of their own, which needs the files on this rank.
     """
 
     places: Mapping[str, Place] | None = None
@@ -59,6 +63,9 @@ class LoadOptions:
     has_folder: bool = False
     strict: bool = False
     is_whole: bool = True
+    casts: bool = True
+    advice: str | None = None
+    by_modules: bool = True
 
     def dtype_of(self, target: Target) -> torch.dtype:
         """Return the dtype that a tensor will have."""
@@ -159,6 +166,7 @@ class LoadPlan(NamedTuple):
         extras: Modules and their extra state.
         missing: The model's names that the checkpoint lacks; they keep their values.
         unexpected: The checkpoint's names that the model lacks.
+        is_by_modules: Whether modules have code of their own that loads, and everything goes through it.
     """
 
     steps: tuple[LoadStep, ...]
@@ -166,6 +174,7 @@ class LoadPlan(NamedTuple):
     extras: tuple[tuple[nn.Module, object], ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    is_by_modules: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -180,7 +189,7 @@ _NOT_SAVED = (
 
 
 def plan_load(
-    operation: str, model: nn.Module, checkpoint: Checkpoint, options: LoadOptions, *, compare: bool = True
+    operation: str, model: nn.Module, checkpoint: OpenedWeights, options: LoadOptions, *, compare: bool = True
 ) -> LoadPlan:
     """Match a checkpoint with a model, and report all mismatches at once.
 
@@ -198,7 +207,11 @@ def plan_load(
         ValueError: The map has no place for a tensor, this machine lacks a device, a tensor for the disk
             needs a folder, or ``special_dtypes`` names unknown tensors.
     """
-    stored, values = _apply_load_hooks(operation, model, _convert_transformers(model, checkpoint.tensors))
+    # Into a model in memory, modules load by their own code if they have any.
+    is_in_place = options.places is None and options.dtype is None and not options.special_dtypes
+    is_by_modules = options.by_modules and is_in_place and any(map(loads_in_its_own_way, model.modules()))
+    converted = _convert_transformers(model, checkpoint.tensors)
+    stored, values = _apply_load_hooks(operation, model, converted, may_compute=is_by_modules)
     own, extras = _read_targets(operation, model)
     whole = whole_of(model) or WholeModel({}, {})  # this rank may hold only some pipeline stages of it
     targets = _merge_tied(own, model, whole, stored)
@@ -240,8 +253,11 @@ def plan_load(
     if options.strict or (names and available and not used):  # or it is another model's
         reported = {row.path for row in rows}
         kinds = {target.name: target.kind for target in targets}
+        others = dict.fromkeys(on_other_stages, "a tensor of another stage")
         rows += [
-            Misfit(name, "nothing", kinds.get(name, "state")) for name in missing if name not in reported
+            Misfit(name, _found(checkpoint, name), kinds.get(name, others.get(name, "state")))
+            for name in missing
+            if name not in reported
         ]
         rows += [
             Misfit(name, stored[name].kind if name in stored else "state", "nothing") for name in unexpected
@@ -250,6 +266,15 @@ def plan_load(
         hint = (prefix_hint(names, set(stored)) or nesting_hint(checkpoint.others)) + (
             _NOT_SAVED if any(not target.is_stored for target in bare) else ""
         )
+        if options.advice is not None and any(
+            _fits(sources[target.name], target.tensor, replace(options, casts=True))
+            for target in targets
+            if target.name in sources and not _fits(sources[target.name], target.tensor, options)
+        ):
+            hint += (
+                f" {operation} doesn't cast: {options.advice} casts floating-point weights to the model's "
+                "dtypes."
+            )
         raise CheckpointMismatchError(
             f"{operation}: {checkpoint.place} doesn't fit the model. Nothing was changed.{hint}", rows
         )
@@ -257,15 +282,21 @@ def plan_load(
         if target.starts_at_zero and target.tensor.is_meta:
             values[target.name] = torch.zeros((), dtype=target.tensor.dtype)
     state = {**checkpoint.tensors, **checkpoint.others}
+    steps = _plan_steps(operation, targets, sources, options)
     return LoadPlan(
-        steps=_plan_steps(operation, targets, sources, options),
+        steps=steps,
         values=tuple(
             (one, values[one.name].to(options.device_of(one))) for one in targets if one.name in values
         ),
         extras=tuple((module, state[name]) for name, module in extras.items() if name in state),
         missing=missing,
         unexpected=unexpected,
+        is_by_modules=is_by_modules and all(step.how == "fill" for step in steps),
     )
+
+
+def _found(checkpoint: OpenedWeights, name: str) -> str:
+    return type(checkpoint.others[name]).__name__ if name in checkpoint.others else "nothing"
 
 
 def _expected(target: Target) -> str:
@@ -388,6 +419,8 @@ def _fits(source: Stored, tensor: torch.Tensor, options: LoadOptions) -> bool:
     # Like torch, load one element of one dimension into a scalar.
     if source.shape != shape and not (shape == () and source.shape == (1,)):
         return False
+    if not options.casts:
+        return source.dtype == tensor.dtype
     if source.dtype.is_floating_point or tensor.dtype.is_floating_point:
         return source.dtype.is_floating_point and tensor.dtype.is_floating_point
     # Integers and booleans are only cast to a dtype that can represent all of them.
@@ -395,11 +428,12 @@ def _fits(source: Stored, tensor: torch.Tensor, options: LoadOptions) -> bool:
 
 
 def _apply_load_hooks(
-    operation: str, model: nn.Module, tensors: Mapping[str, Stored]
+    operation: str, model: nn.Module, tensors: Mapping[str, Stored], *, may_compute: bool
 ) -> tuple[dict[str, Stored], dict[str, torch.Tensor]]:
     """Let load-state-dict hooks of modules rename older names, as ``load_state_dict`` does.
 
-    Hooks get meta tensors, so they can rename, remove and add tensors, but not compute with stored values.
+    Hooks get meta tensors, so they can rename, remove and add tensors, but not compute with stored values;
+    with ``may_compute`` hooks that do so change nothing here, since modules will run them when they load.
 
     Returns:
         The stored tensors by the model's names, and the values that hooks add.
@@ -424,6 +458,8 @@ def _apply_load_hooks(
             for hook in _load_hooks(module):
                 hook(state, f"{path}." if path else "", {}, True, [], [], [])
         except (NotImplementedError, RuntimeError) as error:  # from meta tensors
+            if may_compute:
+                return dict(tensors), {}
             raise ValueError(refusal) from error
         if any(value.is_meta and id(value) not in known for value in state.values()):
             raise ValueError(refusal)

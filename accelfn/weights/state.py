@@ -10,14 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.checkpoint.weights_index import tied_by
 from accelfn.comm import Call, agree, broadcast, catch, gather_object
 from accelfn.context import Context, takes_context
 from accelfn.parallel.engines import with_plain_weights
 from accelfn.parallel.pointers import whole_of
 from accelfn.parallel.values import check_filled, gathered
 from accelfn.training import unwrap_model
-from accelfn.tree import from_local, is_dtensor
+from accelfn.tree import is_dtensor
+from accelfn.weights.index import tied_by
 
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ def complete_state(
     Returns:
         The state dict in the order of the complete model, with tensors of other ranks on the meta device, and
         the stages; None for a model without stages. Tied names have the same object, as
-        :func:`accelfn.checkpoint.weights_index.tied_by` expects.
+        :func:`accelfn.weights.index.tied_by` expects.
 
     Raises:
         ValueError: ``ctx`` lacks the ranks that hold the other stages.
@@ -250,6 +250,7 @@ def gathered_tensors(
 
 
 @takes_context
+@takes_context
 def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
     """Return the state dict of a model, with complete tensors under the model's own names.
 
@@ -306,21 +307,19 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
     return together(ctx, _GET, collect)
 
 
-def shard_like(target: Any, whole: torch.Tensor, dtype: torch.dtype) -> Any:
-    """Return the shards of a complete tensor as a DTensor in the layout of ``target``, without communication.
+def part_of(target: Any, whole: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a complete tensor in the layout of a DTensor, without communication.
 
-    The tensor is split where it is, so that only this rank's part goes to the device.
+    The tensor is split where it is, so that only this part goes to the device. It may be a view.
 
     Ranks: local.
 
     Args:
-        target: A DTensor.
+        target: The DTensor.
         whole: A tensor of its complete shape.
-        dtype: Of the result.
     """
-    mesh, part = target.device_mesh, whole
+    part = whole
     for dim, placement in enumerate(target.placements):
         if not placement.is_replicate():
-            part = placement._shard_tensor(part, mesh, dim, None)
-    part = part.to(mesh.device_type, dtype, copy=True)  # it may be a mapped file itself
-    return from_local(part, like=target)
+            part = placement._shard_tensor(part, target.device_mesh, dim, None)
+    return part

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from accelfn.checkpoint.commit import check_local, scratch_folder
-from accelfn.checkpoint.disk import REAL_DISK, make_folders, naming, write_file
-from accelfn.checkpoint.files import NewEntry, write_tensors
-from accelfn.checkpoint.header import SAFETENSORS_NAMES
-from accelfn.checkpoint.weights_index import (
+from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.storage.disk import REAL_DISK, make_folders, naming, write_file
+from accelfn.weights.header import SAFETENSORS_NAMES
+from accelfn.weights.index import (
     WeightNames,
     WeightNaming,
     WeightsPlan,
@@ -41,7 +41,7 @@ from accelfn.checkpoint.weights_index import (
     parse_size,
     plan_weights,
 )
-from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.weights.write import NewEntry, write_tensors
 
 # --- one file ------------------------------------------------------------------------------------
 

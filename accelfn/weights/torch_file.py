@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 import importlib
 import io
-import mmap
-import os
 import pickle
 import pickletools
 import struct
@@ -25,8 +23,8 @@ from typing import Any, BinaryIO, TypeAlias, cast
 
 import torch
 
-from accelfn.checkpoint.header import check_no_pointer
 from accelfn.errors import CheckpointError, DamagedCheckpointError
+from accelfn.weights.header import check_no_pointer
 
 TakeBytes: TypeAlias = Callable[[int, int, int], torch.Tensor]
 """Returns the bytes (uint8) of a storage in the file, by its offset, length and CRC-32."""
@@ -351,28 +349,6 @@ def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
         DamagedCheckpointError: The file is truncated or damaged, or was not written by ``torch.save``.
     """
     with open(path, "rb") as file:
-        return read_torch_stream(file, path.name, take)
-
-
-def map_torch_file(path: Path) -> Any:
-    """Return the content of a file, as :func:`read_torch_file` does, with tensors that are mapped.
-
-    All checksums are verified first. The tensors take no memory until they are written; the file must not be
-    modified while they exist.
-
-    Raises:
-        CheckpointError: See :func:`read_torch_file`.
-        DamagedCheckpointError: See :func:`read_torch_file`.
-    """
-    with open(path, "rb") as file:
-        # An empty file can't be mapped; it is refused before any tensor is taken.
-        is_empty = not os.fstat(file.fileno()).st_size
-        mapped: Any = b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-        def take(start: int, length: int, crc32: int) -> torch.Tensor:
-            _check(memoryview(mapped)[start : start + length], crc32)
-            return torch.frombuffer(mapped, dtype=torch.uint8, count=length, offset=start)
-
         return read_torch_stream(file, path.name, take)
 
 

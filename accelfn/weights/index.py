@@ -14,16 +14,15 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
-from accelfn.checkpoint.header import (
+from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.tree import is_dtensor
+from accelfn.weights.header import (
     SAFETENSORS_NAMES,
     Header,
     check_length,
     check_safetensors_header,
     storage_order,
 )
-from accelfn.checkpoint.manifest import MANIFEST
-from accelfn.errors import DamagedCheckpointError, NoCheckpointError
-from accelfn.tree import is_dtensor
 
 WeightNaming: TypeAlias = Literal["transformers", "diffusers"]
 
@@ -285,7 +284,7 @@ def _find_entry(directory: Path) -> Path:
         found.extend(existing[:1])
     if not found:
         found = sorted(name for name in os.listdir(directory) if name.endswith(".index.json"))
-    if not found and (directory / MANIFEST).is_file():
+    if not found and (directory / "manifest.json").is_file():
         raise NoCheckpointError(
             f"{directory} is the checkpoint of a training (save_state) and has no files of weights. Take the "
             "model out of it, by its path in the tree that was saved: "
