@@ -97,7 +97,7 @@ def test_an_error_between_gathers_raises_on_every_rank(what: str, tmp_path: Path
         if what == "state" and ctx.rank == 1:
             model.register_state_dict_post_hook(fail)
         if what == "full" and ctx.is_main_process:
-            files: Any = importlib.import_module("accelfn.checkpoint.read")
+            files: Any = importlib.import_module("accelfn.weights.write")
             source_of, written = files._source_of, []
 
             def full(entry: Any) -> torch.Tensor:
