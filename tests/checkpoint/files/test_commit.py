@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.checkpoint import disk, find_checkpoints, folder_for_files, latest_checkpoint
+from accelfn.checkpoint import find_checkpoints, folder_for_files, latest_checkpoint
 from accelfn.checkpoint.commit import abandon, begin_save
 from accelfn.checkpoint.verify import verify_checkpoint
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from accelfn.storage import disk
 from accelfn.storage.disk import REAL_DISK, Disk
 from tests.checkpoint.campaign import forked
 from tests.checkpoint.model_disk import Killed, Model
