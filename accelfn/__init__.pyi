@@ -20,7 +20,6 @@ from accelfn.accelerator import LocalSGD as LocalSGD
 from accelfn.bigmodel import BnbQuantizationConfig as BnbQuantizationConfig
 from accelfn.bigmodel import DevicePlan as DevicePlan
 from accelfn.bigmodel import OffloadedWeightsLoader as OffloadedWeightsLoader
-from accelfn.bigmodel import TorchaoQuantizationConfig as TorchaoQuantizationConfig
 from accelfn.bigmodel import cpu_offload as cpu_offload
 from accelfn.bigmodel import cpu_offload_with_hook as cpu_offload_with_hook
 from accelfn.bigmodel import disk_offload as disk_offload

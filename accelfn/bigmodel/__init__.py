@@ -88,7 +88,6 @@ from accelfn.bigmodel.pipeline import prepare_pipeline as prepare_pipeline
 from accelfn.bigmodel.pipeline import prepare_pippy as prepare_pippy
 from accelfn.bigmodel.quantize import load_and_quantize_model as load_and_quantize_model
 from accelfn.bigmodel.quantize_config import BnbQuantizationConfig as BnbQuantizationConfig
-from accelfn.bigmodel.quantize_config import TorchaoQuantizationConfig as TorchaoQuantizationConfig
 from accelfn.bigmodel.quantize_layers import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accelfn.bigmodel.source import read_source as read_source
 from accelfn.weights.assign import id_tensor_storage as id_tensor_storage

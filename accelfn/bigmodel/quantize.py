@@ -18,11 +18,7 @@ from accelfn.bigmodel.dispatch import dispatch_model
 from accelfn.bigmodel.load import apply_plan
 from accelfn.bigmodel.model_info import AnyDtype, CustomDtype
 from accelfn.bigmodel.offload_folder import converting
-from accelfn.bigmodel.quantize_config import (
-    BnbQuantizationConfig,
-    QuantizationConfig,
-    TorchaoQuantizationConfig,
-)
+from accelfn.bigmodel.quantize_config import BnbQuantizationConfig
 from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
 from accelfn.errors import CheckpointMismatchError, Misfit
 from accelfn.weights.assign import named_module_tensors, named_modules
@@ -82,7 +78,7 @@ def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
 
 
 def plan_quantization(
-    model: nn.Module, config: QuantizationConfig, unquantized: Iterable[str] = ()
+    model: nn.Module, config: BnbQuantizationConfig, unquantized: Iterable[str] = ()
 ) -> QuantizationPlan:
     """Choose the layers to quantise: every ``nn.Linear`` that isn't skipped. Pure.
 
@@ -130,7 +126,7 @@ def plan_quantization(
     return QuantizationPlan(layers=tuple(layers), skipped=tuple(dict.fromkeys((*skipped, *full_names))))
 
 
-def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> torch.dtype:
+def kept_dtype(name: str, dtype: torch.dtype, config: BnbQuantizationConfig) -> torch.dtype:
     """Return the new dtype of a tensor that isn't quantised.
 
     Args:
@@ -143,35 +139,6 @@ def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> tor
     if has_part(name, cast("tuple[str, ...] | None", config.keep_in_fp32_modules) or ()):
         return torch.float32
     return cast("torch.dtype | None", config.torch_dtype) or dtype
-
-
-_MAX_LAYERS = 5
-
-
-def _check_layers(
-    model: nn.Module,
-    plan: QuantizationPlan,
-    quantizer: Quantizer,
-    device_of: Callable[[str], torch.device],
-) -> None:
-    """Check that layers can be quantised, and report all that can't.
-
-    Raises:
-        ValueError: With their names and reasons.
-    """
-    objections = {
-        name: quantizer.objection(cast("nn.Linear", model.get_submodule(name)), device_of(name))
-        for name in plan.layers
-    }
-    refused = [f"  {name}: {why}" for name, why in objections.items() if why is not None]
-    if refused:
-        more = [f"  and {len(refused) - _MAX_LAYERS} more"] if len(refused) > _MAX_LAYERS else []
-        raise ValueError(
-            "load_and_quantize_model: these layers can't be quantised as configured:\n"
-            + "\n".join((*refused[:_MAX_LAYERS], *more))
-            + "\nAdd them to skip_modules, with those that are skipped now "
-            f"({', '.join(plan.skipped) or 'none'}), or choose another group_size."
-        )
 
 
 def _replace_layers(
@@ -200,7 +167,7 @@ def _replace_layers(
 
 def _quantize_in_place(
     model: nn.Module,
-    config: QuantizationConfig,
+    config: BnbQuantizationConfig,
     plan: QuantizationPlan,
     quantizer: Quantizer,
     device_of: Callable[[str], torch.device],
@@ -244,7 +211,7 @@ _LOAD = "load_and_quantize_model"
 
 def load_and_quantize_model(
     model: ModelT,
-    bnb_quantization_config: QuantizationConfig,
+    bnb_quantization_config: BnbQuantizationConfig,
     weights_location: str | os.PathLike[str] | None = None,
     device_map: DeviceMap | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
@@ -255,14 +222,12 @@ def load_and_quantize_model(
     """Quantise the linear layers of a model to 8 or 4 bits, while loading it or in place.
 
     From a checkpoint each layer is quantised as soon as its weight has been read, so one unquantised weight
-    at a time is in memory. Layers that were saved in the same quantisation (bitsandbytes) are loaded
-    directly.
+    at a time is in memory. Layers that were saved in the same quantisation are loaded directly.
 
     Every ``nn.Linear`` that isn't skipped is quantised. Its weight is frozen; gradients are propagated
     through it, so adapters train. Without an accelerator the model is quantised, and runs, on the CPU. With
-    an accelerator, layers on the host are quantised if such weights can be offloaded (bitsandbytes in 8 bits,
-    torchao in int8), and keep ``torch_dtype`` otherwise. Layers on the disk aren't quantised, but used in
-    place in the checkpoint.
+    an accelerator, layers on the host are quantised in 8 bits, which can be offloaded, and keep
+    ``torch_dtype`` otherwise. Layers on the disk aren't quantised, but used in place in the checkpoint.
 
     Effect: on ``model``, whose ``is_loaded_in_8bit``, ``is_loaded_in_4bit`` and ``hf_device_map`` are set.
 
@@ -270,7 +235,7 @@ def load_and_quantize_model(
 
     Args:
         model: Any module, with values or on the meta device.
-        bnb_quantization_config: A :class:`BnbQuantizationConfig` or :class:`TorchaoQuantizationConfig`.
+        bnb_quantization_config: The configuration.
         weights_location: A checkpoint, as in :func:`load_checkpoint_in_model`. Required if the model has meta
             tensors; otherwise None quantises its current values.
         device_map: Places by name, or the name of a strategy such as ``"auto"``, planned with the quantised
@@ -285,10 +250,9 @@ def load_and_quantize_model(
 
     Raises:
         TypeError: ``bnb_quantization_config`` isn't a configuration, or ``model`` isn't a module.
-        MissingExtraError: The configuration's package isn't installed.
-        ValueError: The model has no values and there is no checkpoint, it is quantised already, a layer can't
-            be quantised, none remains, or a planned map has 4-bit layers outside of accelerators. Nothing was
-            changed.
+        MissingExtraError: bitsandbytes isn't installed.
+        ValueError: The model has no values and there is no checkpoint, it is quantised already, no layer
+            remains, or a planned map has 4-bit layers outside of accelerators. Nothing was changed.
         CheckpointError: The checkpoint is missing or damaged, or doesn't fit. Nothing was changed.
         OSError: A file can't be read, or the folder can't be written to.
     """
@@ -302,7 +266,6 @@ def load_and_quantize_model(
         )
     places = _places(model, config, quantizer, device_map, no_split_module_classes, max_memory)
     plan = plan_quantization(model, config, _unquantized(model, places, quantizer))
-    _check_layers(model, plan, quantizer, lambda name: _device_of(name, places))
     if weights_location is not None:
         _load(model, config, plan, quantizer, places, weights_location, offload_folder)
     else:
@@ -322,12 +285,11 @@ def load_and_quantize_model(
     return model
 
 
-def _check(model: object, config: object) -> QuantizationConfig:
+def _check(model: object, config: object) -> BnbQuantizationConfig:
     require_module(_LOAD, model)
-    if not isinstance(config, (BnbQuantizationConfig, TorchaoQuantizationConfig)):
+    if not isinstance(config, BnbQuantizationConfig):
         raise TypeError(
-            f"{_LOAD}: bnb_quantization_config must be a BnbQuantizationConfig or TorchaoQuantizationConfig, "
-            f"got {type(config).__name__}."
+            f"{_LOAD}: bnb_quantization_config must be a BnbQuantizationConfig, got {type(config).__name__}."
         )
     if getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False):
         raise ValueError(
@@ -341,7 +303,7 @@ def _check(model: object, config: object) -> QuantizationConfig:
 
 def _places(
     model: nn.Module,
-    config: QuantizationConfig,
+    config: BnbQuantizationConfig,
     quantizer: Quantizer,
     device_map: DeviceMap | None,
     no_split_module_classes: Collection[str] | str | None,
@@ -390,7 +352,7 @@ def _unquantized(model: nn.Module, places: Mapping[str, Place], quantizer: Quant
 
 def _load(
     model: nn.Module,
-    config: QuantizationConfig,
+    config: BnbQuantizationConfig,
     plan: QuantizationPlan,
     quantizer: Quantizer,
     places: Mapping[str, Place],

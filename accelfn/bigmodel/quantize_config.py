@@ -1,10 +1,10 @@
-"""Quantisation configurations for bitsandbytes and torchao."""
+"""Quantisation configuration for bitsandbytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 
@@ -20,9 +20,6 @@ from accelfn.weights.places import named_dtype
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _QUANT_TYPES = ("fp4", "nf4")
-_WEIGHTS = ("int8", "int4")
-# Supported by the kernels for packed 4-bit integers.
-_GROUPS_OF_INT4 = (32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,57 +77,6 @@ class BnbQuantizationConfig:
     def bits(self) -> Literal[4, 8]:
         """Bits of a quantised weight."""
         return 8 if self.load_in_8bit else 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TorchaoQuantizationConfig:
-    """Weight-only quantisation with torchao (``pip install 'accelfn[torchao]'``).
-
-    Attributes:
-        weights: ``"int8"``, or ``"int4"``, packed for the device's kernels, which require bfloat16 on
-            accelerators. Default ``"int8"``.
-        group_size: Number of weights of a row that share a scale. None: a whole row in int8, and 128 in int4,
-            which also supports 32, 64, and on accelerators 256.
-        torch_dtype: Dtype of parameters that aren't quantised, and of matrix products: a torch dtype,
-            ``"fp32"``, ``"fp16"`` or ``"bf16"``. None: that of each parameter.
-        skip_modules: As in :class:`BnbQuantizationConfig`.
-        keep_in_fp32_modules: As in :class:`BnbQuantizationConfig`.
-    """
-
-    weights: str = "int8"
-    group_size: int | None = None
-    torch_dtype: torch.dtype | str | None = None
-    skip_modules: Iterable[str] | None = None
-    keep_in_fp32_modules: Iterable[str] | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields, and convert dtypes and names."""
-        if self.weights not in _WEIGHTS:
-            raise ConfigurationError(
-                f"TorchaoQuantizationConfig.weights must be one of {', '.join(_WEIGHTS)}, got "
-                f"{self.weights!r}."
-            )
-        size = unchecked(self, "group_size")
-        if size is not None:
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise wrong_type(self, "group_size", "an int or None")
-            allowed = size in _GROUPS_OF_INT4 if self.weights == "int4" else size >= 1
-            if not allowed:
-                rule = f"one of {_GROUPS_OF_INT4}" if self.weights == "int4" else "at least 1"
-                raise ConfigurationError(
-                    f"TorchaoQuantizationConfig.group_size must be {rule} for {self.weights}, got {size}."
-                )
-        if self.torch_dtype is not None:
-            settle(self, torch_dtype=_dtype(self, "torch_dtype"))
-        settle_fields(self)
-
-    @property
-    def bits(self) -> Literal[4, 8]:
-        """Bits of a quantised weight."""
-        return 8 if self.weights == "int8" else 4
-
-
-QuantizationConfig: TypeAlias = BnbQuantizationConfig | TorchaoQuantizationConfig
 
 
 def _dtype(record: object, name: str) -> torch.dtype:

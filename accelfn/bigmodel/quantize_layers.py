@@ -1,4 +1,4 @@
-"""Quantised layers of bitsandbytes and torchao."""
+"""Quantised layers of bitsandbytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from accelfn.bigmodel.quantize_config import BnbQuantizationConfig, TorchaoQuantizationConfig
+from accelfn.bigmodel.quantize_config import BnbQuantizationConfig
 from accelfn.errors import MissingExtraError
 
 
 class Quantizer:
-    """Quantises layers with one package.
+    """Quantises layers to some bits.
 
     Attributes:
         can_offload: Whether a quantised weight can be stored in host memory and used on an accelerator.
@@ -27,11 +26,6 @@ class Quantizer:
 
     can_offload: bool = False
     saved_parts: tuple[str, ...] = ()
-
-    def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
-        """Return why the weight of a layer can't be quantised on a device; None if it can."""
-        del layer, device
-        return None
 
     def make(self, layer: nn.Linear) -> nn.Linear:
         """Return the quantised layer that replaces ``layer``, on the meta device."""
@@ -93,34 +87,28 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
     return kind is not None and any(isinstance(module, kind) for module in model.modules())
 
 
-def make_quantizer(config: BnbQuantizationConfig | TorchaoQuantizationConfig) -> Quantizer:
+def make_quantizer(config: BnbQuantizationConfig) -> Quantizer:
     """Return the quantizer of a configuration.
 
     Raises:
-        MissingExtraError: Its package isn't installed.
+        MissingExtraError: bitsandbytes isn't installed.
     """
-    if isinstance(config, BnbQuantizationConfig):
-        return _Bnb8bit(config) if config.load_in_8bit else _Bnb4bit(config)
-    return _TorchaoInt8(config) if config.weights == "int8" else _TorchaoInt4(config)
-
-
-def _import(config: object, name: str, package: str) -> Any:
     try:
-        return importlib.import_module(name)
+        bitsandbytes: Any = importlib.import_module("bitsandbytes")
     except ImportError as error:
-        module = "" if name == package else f" ({name})"
         raise MissingExtraError(
-            f"load_and_quantize_model: {type(config).__name__} needs {package}{module}. Install it: "
-            f"pip install 'accelfn[{package}]'"
+            f"load_and_quantize_model: {type(config).__name__} needs bitsandbytes. Install it: "
+            "pip install 'accelfn[bitsandbytes]'"
         ) from error
+    return (_Bnb8bit if config.load_in_8bit else _Bnb4bit)(bitsandbytes, config)
 
 
 class _Bnb8bit(Quantizer):
     can_offload = True
     saved_parts = ("SCB", "weight_format")
 
-    def __init__(self, config: BnbQuantizationConfig) -> None:
-        self._bnb = _import(config, "bitsandbytes", "bitsandbytes")
+    def __init__(self, bitsandbytes: Any, config: BnbQuantizationConfig) -> None:
+        self._bnb = bitsandbytes
         self._threshold = config.llm_int8_threshold
 
     def make(self, layer: nn.Linear) -> nn.Linear:
@@ -167,8 +155,8 @@ class _ReturnState:
 class _Bnb4bit(Quantizer):  # can't be offloaded, since the packing depends on the device
     saved_parts = ("weight.*",)
 
-    def __init__(self, config: BnbQuantizationConfig) -> None:
-        self._bnb = _import(config, "bitsandbytes", "bitsandbytes")
+    def __init__(self, bitsandbytes: Any, config: BnbQuantizationConfig) -> None:
+        self._bnb = bitsandbytes
         self._computed = cast("torch.dtype", config.bnb_4bit_compute_dtype)
         self._kind = config.bnb_4bit_quant_type
         self._options: dict[str, Any] = {
@@ -209,102 +197,5 @@ class _Bnb4bit(Quantizer):  # can't be offloaded, since the packing depends on t
         return None
 
 
-_GROUP_OF_INT4 = 128
-_ROWS_OF_INT4 = 16  # the CPU's kernel requires multiples
-_LARGEST_GROUP_ON_CPU = 128
-
-
-class _Int4Linear(nn.Linear):
-    """A linear layer with a weight of packed 4-bit integers that propagates gradients to its input.
-
-    The kernels for such weights have no backward. Here backward multiplies with the unpacked weight. The
-    weight itself gets no gradient.
-    """
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- as in nn.Linear
-        """Multiply in the dtype that the weight was quantised from; the result has the dtype of ``input``."""
-        values = input.to(self.weight.dtype)
-        if values.requires_grad and torch.is_grad_enabled():
-            result = cast("torch.Tensor", cast("Any", _Product).apply(values, self.weight))
-        else:
-            result = F.linear(values, self.weight)
-        result = result.to(input.dtype)
-        return result + self.bias.to(input.dtype) if _has_bias(self) else result
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.weight = weight
-        return F.linear(values, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        weight: torch.Tensor = ctx.weight
-        (grad,) = grads
-        units = torch.eye(weight.shape[1], dtype=weight.dtype, device=grad.device)
-        return grad @ F.linear(units, weight).mT, None
-
-
 def _empty(kind: Any, layer: nn.Linear, **options: Any) -> nn.Linear:
     return kind(layer.in_features, layer.out_features, bias=_has_bias(layer), device="meta", **options)
-
-
-class _TorchaoInt8(Quantizer):
-    can_offload = True
-    layer_class: type[nn.Linear] = nn.Linear
-
-    def __init__(self, config: TorchaoQuantizationConfig) -> None:
-        self._api = _import(config, "torchao.quantization", "torchao")
-        self._config = config
-        self._size = config.group_size
-
-    def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
-        if self._size is not None and layer.in_features % self._size:
-            return f"its {layer.in_features} inputs aren't a multiple of group_size={self._size}"
-        return None
-
-    def make(self, layer: nn.Linear) -> nn.Linear:
-        return _copy_state(layer, _empty(self.layer_class, layer, dtype=layer.weight.dtype))
-
-    def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
-        dtype = cast("torch.dtype | None", self._config.torch_dtype) or weight.dtype
-        layer.weight = nn.Parameter(weight.detach().to(device, dtype), requires_grad=False)
-        self._api.quantize_(layer, self.method(device))
-        # torchao sets this method for printing, and it can't be pickled.
-        vars(layer).pop("extra_repr", None)
-
-    def method(self, device: torch.device) -> Any:
-        """Return torchao's configuration, which must not change the process's torch.compile options."""
-        api, size = self._api, self._size
-        granularity = api.PerRow() if size is None else api.PerGroup(size)
-        return api.Int8WeightOnlyConfig(granularity=granularity, set_inductor_config=False)
-
-
-class _TorchaoInt4(_TorchaoInt8):
-    can_offload = False
-    layer_class = _Int4Linear
-
-    def __init__(self, config: TorchaoQuantizationConfig) -> None:
-        super().__init__(config)
-        self._size = config.group_size or _GROUP_OF_INT4
-
-    def method(self, device: torch.device) -> Any:
-        options: dict[str, Any] = {"group_size": self._size, "set_inductor_config": False}
-        if device.type == "cpu":
-            packed = _import(self._config, "torchao.prototype.quantization.int4", "torchao")
-            return packed.PrototypeInt4WeightOnlyConfig(**options)
-        return self._api.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d", **options)
-
-    def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
-        why = super().objection(layer, device)
-        if why is not None:
-            return why
-        if device.type != "cpu":
-            dtype = self._config.torch_dtype or layer.weight.dtype
-            return None if dtype == torch.bfloat16 else f"on {device.type} it must be bfloat16, not {dtype}"
-        if self._size > _LARGEST_GROUP_ON_CPU:
-            return f"on the CPU group_size must be at most {_LARGEST_GROUP_ON_CPU}"
-        if layer.out_features % _ROWS_OF_INT4:
-            return f"its {layer.out_features} outputs aren't a multiple of {_ROWS_OF_INT4}"
-        return None

@@ -1,6 +1,6 @@
 """The same model in 16, 8 and 4 bits, loaded from one checkpoint.
 
-pip install 'accelfn[bitsandbytes,torchao]'
+pip install 'accelfn[bitsandbytes]'
 python docs/examples/quantize.py
 """
 
@@ -34,12 +34,10 @@ class Model(nn.Module):
 
 
 CONFIGS = {
-    "bitsandbytes, 8 bits": af.BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16"),
-    "bitsandbytes, nf4": af.BnbQuantizationConfig(
+    "8 bits": af.BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16"),
+    "nf4": af.BnbQuantizationConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16"
     ),
-    "torchao, int8": af.TorchaoQuantizationConfig(weights="int8", torch_dtype="bf16"),
-    "torchao, int4": af.TorchaoQuantizationConfig(weights="int4", torch_dtype="bf16"),
 }
 
 
@@ -57,14 +55,14 @@ def main() -> None:
         whole = Model()
         expected = whole(ids)
         af.save_model(af.Context(), whole, checkpoint)
-        print(f"{'float32':21} {megabytes(whole.layers):4.1f} MB of layers")
+        print(f"{'float32':7} {megabytes(whole.layers):4.1f} MB of layers")
         for name, config in CONFIGS.items():
             with af.init_empty_weights():
                 model = Model()
             af.load_and_quantize_model(model, config, checkpoint)
             found = model(ids.to(model.embed.weight.device)).cpu()
             error = (found.float() - expected).norm() / expected.norm()
-            print(f"{name:21} {megabytes(model.layers):4.1f} MB of layers, {error:.0%} off")
+            print(f"{name:7} {megabytes(model.layers):4.1f} MB of layers, {error:.0%} off")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from accelfn.bigmodel import BnbQuantizationConfig, TorchaoQuantizationConfig
-from accelfn.bigmodel.quantize_config import QuantizationConfig
+from accelfn.bigmodel import BnbQuantizationConfig
 
 __all__ = ("CONFIGS", "IDS", "QUANTIZED", "Net", "made")
 
@@ -16,16 +15,13 @@ IDS = torch.arange(24).reshape(3, 8)
 
 QUANTIZED = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down")
 
-CONFIGS = MappingProxyType[str, QuantizationConfig](
+CONFIGS = MappingProxyType(
     {
-        "int8 of bitsandbytes": BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32"),
+        "int8": BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32"),
         "nf4": BnbQuantizationConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="fp32"
         ),
         "fp4, twice": BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True),
-        "int8 of torchao": TorchaoQuantizationConfig(),
-        "int8 in groups": TorchaoQuantizationConfig(group_size=32),
-        "int4": TorchaoQuantizationConfig(weights="int4", group_size=64, torch_dtype="bf16"),
     }
 )
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel import TorchaoQuantizationConfig
+from accelfn.bigmodel import BnbQuantizationConfig
 from accelfn.bigmodel.quantize import default_skip_modules, plan_quantization
 from tests.bigmodel.quantize.models import QUANTIZED, Net
 
@@ -39,8 +39,8 @@ class Base(nn.Module):
             self.two.weight = self.one.weight
 
 
-def config(**fields: Any) -> TorchaoQuantizationConfig:
-    return TorchaoQuantizationConfig(**fields)
+def config(**fields: Any) -> BnbQuantizationConfig:
+    return BnbQuantizationConfig(load_in_8bit=True, **fields)
 
 
 def test_all_linear_layers_but_the_last_are_quantised() -> None:
