@@ -7,10 +7,32 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from types import MappingProxyType
+from typing import Any
 
 from accelfn.context import Context, MakeError
-from accelfn.storage.disk import Disk, Folder, Status
+from accelfn.storage.disk import Disk, Folder
+
+# Operations that are announced, with their words. Closing a descriptor isn't, nor are hints and what no
+# other program can notice.
+_WORDS = MappingProxyType(
+    {
+        "create": "create",
+        "write": "write",
+        "sync": "sync",
+        "rename": "rename",
+        "open_folder": "open",
+        "names": "list",
+        "open_file": "open",
+        "read": "read",
+        "lock": "lock",
+        "sync_folder": "sync",
+        "make_folder": "make",
+        "remove_file": "remove",
+        "remove_folder": "remove",
+        "status": "look at",
+    }
+)
 
 
 def disk_of(ctx: Context, disk: Disk) -> Disk:
@@ -24,8 +46,6 @@ def disk_of(ctx: Context, disk: Disk) -> Disk:
 
 def announcing(disk: Disk, reach: Callable[[str, MakeError], None]) -> Disk:
     """Return a disk that announces each operation before it carries it out.
-
-    Closing a descriptor isn't announced, nor are hints and what no other program can notice.
 
     Args:
         disk: Carries the operations out.
@@ -48,48 +68,29 @@ def announcing(disk: Disk, reach: Callable[[str, MakeError], None]) -> Disk:
                 locks.popitem()[1]()
             raise
 
-    def create(path: str) -> int:
-        announce("create", path)
-        descriptor = disk.create(path)
-        paths[descriptor] = path
-        return descriptor
+    def path_of(place: int | str | Folder, name: object = None, *_: object) -> str:
+        """Return the path that the arguments of an operation name."""
+        if isinstance(place, Folder):
+            return os.path.join(place.path, name) if isinstance(name, str) else place.path
+        return paths[place] if isinstance(place, int) else place
 
-    def write(descriptor: int, content: memoryview, place: int) -> int:
-        announce("write", paths[descriptor])
-        return disk.write(descriptor, content, place)
+    def announced(name: str, word: str) -> Callable[..., Any]:
+        act = getattr(disk, name)
 
-    def sync(descriptor: int) -> None:
-        announce("sync", paths[descriptor])
-        disk.sync(descriptor)
+        def operation(*args: Any) -> Any:
+            path = path_of(*args)
+            if name == "rename":
+                announce(f"rename {os.path.basename(path)} to", args[1])
+            else:
+                announce(word, path)
+            result = act(*args)
+            if name in ("create", "open_file"):
+                paths[result] = path
+            return hold(path, result) if name == "lock" and result is not None else result
 
-    def rename(source: str, target: str) -> None:
-        announce(f"rename {os.path.basename(source)} to", target)
-        disk.rename(source, target)
+        return operation
 
-    def open_folder(path: str) -> Folder:
-        announce("open", path)
-        return disk.open_folder(path)
-
-    def names(folder: Folder) -> list[str]:
-        announce("list", folder.path)
-        return disk.names(folder)
-
-    def open_file(folder: Folder, name: str) -> int:
-        path = os.path.join(folder.path, name)
-        announce("open", path)
-        descriptor = disk.open_file(folder, name)
-        paths[descriptor] = path
-        return descriptor
-
-    def read(descriptor: int, target: memoryview, place: int) -> int:
-        announce("read", paths[descriptor])
-        return disk.read(descriptor, target, place)
-
-    def lock(path: str) -> Callable[[], None] | None:
-        announce("lock", path)
-        release = disk.lock(path)
-        if release is None:
-            return None
+    def hold(path: str, release: Callable[[], None]) -> Callable[[], None]:
         locks[path] = release
 
         def announced_release() -> None:
@@ -99,28 +100,4 @@ def announcing(disk: Disk, reach: Callable[[str, MakeError], None]) -> Disk:
 
         return announced_release
 
-    def status(path: str) -> Status:
-        announce("look at", path)
-        return disk.status(path)
-
-    def by_path(operation: str, act: Callable[[str], None], path: str) -> None:
-        announce(operation, path)
-        act(path)
-
-    return replace(
-        disk,
-        create=create,
-        write=write,
-        sync=sync,
-        rename=rename,
-        open_folder=open_folder,
-        names=names,
-        open_file=open_file,
-        read=read,
-        lock=lock,
-        sync_folder=partial(by_path, "sync", disk.sync_folder),
-        make_folder=partial(by_path, "make", disk.make_folder),
-        remove_file=partial(by_path, "remove", disk.remove_file),
-        remove_folder=partial(by_path, "remove", disk.remove_folder),
-        status=status,
-    )
+    return replace(disk, **{name: announced(name, word) for name, word in _WORDS.items()})
