@@ -21,7 +21,7 @@ from accelfn.checkpoint.model_files import replacing, write_safetensors
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.storage.disk import naming
 from accelfn.weights.assign import read_dtype, set_module_tensor_to_device
-from accelfn.weights.header import SAFETENSORS_NAMES, dtype_name
+from accelfn.weights.dtypes import SAFETENSORS_NAMES, dtype_name
 from accelfn.weights.index import read_header
 from accelfn.weights.match import LoadStep
 from accelfn.weights.open import stored_in

@@ -26,7 +26,7 @@ from accelfn.parallel.values import check_filled
 from accelfn.training import ScalerState, unwrap_model
 from accelfn.training.scaler import check_scaler
 from accelfn.tree.digest import digest_tensors
-from accelfn.weights.header import dtype_name
+from accelfn.weights.dtypes import dtype_name
 from accelfn.weights.write import CHUNK_BYTES, memory_of
 
 # Background saves compare only samples of tensors that are larger than this: reading every byte would hold up

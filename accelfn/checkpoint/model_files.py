@@ -30,7 +30,7 @@ import torch
 from accelfn.checkpoint.commit import check_local, scratch_folder
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.storage.disk import REAL_DISK, make_folders, naming, write_file
-from accelfn.weights.header import SAFETENSORS_NAMES
+from accelfn.weights.dtypes import SAFETENSORS_NAMES
 from accelfn.weights.index import (
     WeightNames,
     WeightNaming,

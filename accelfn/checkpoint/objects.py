@@ -35,7 +35,7 @@ from accelfn.parallel.pointers import repoint, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import local_of
 from accelfn.weights.assign import loads_in_its_own_way
-from accelfn.weights.header import contiguous_copy
+from accelfn.weights.dtypes import contiguous_copy
 
 # Stored class names that match any optimizer: a proxy's, and those from converted checkpoints.
 _ANY_OPTIMIZER = ("", "AcceleratedOptimizer", "Optimizer")

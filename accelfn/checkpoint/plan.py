@@ -20,7 +20,7 @@ from accelfn.context import Context
 from accelfn.errors import CheckpointError, Drift, ReplicaDriftError
 from accelfn.tree import from_local, local_of
 from accelfn.tree.digest import digest_tensors
-from accelfn.weights.header import dtype_from_name
+from accelfn.weights.dtypes import dtype_from_name
 
 
 class Box(NamedTuple):

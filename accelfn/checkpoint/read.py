@@ -16,14 +16,8 @@ from accelfn.checkpoint.manifest import Manifest, Piece, StoredFile, leaf_path
 from accelfn.context import device_module
 from accelfn.errors import DamagedCheckpointError
 from accelfn.storage.disk import Disk, Folder, naming, open_regular, read_exactly
-from accelfn.weights.header import (
-    SAME_SIZE,
-    Entry,
-    check_length,
-    check_safetensors_header,
-    dtype_from_name,
-    stored_form,
-)
+from accelfn.weights.dtypes import SAME_SIZE, dtype_from_name, stored_form
+from accelfn.weights.header import Entry, check_length, check_safetensors_header
 from accelfn.weights.write import CHUNK_BYTES, memory_of
 
 # Bytes read at a time.

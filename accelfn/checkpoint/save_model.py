@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -35,7 +34,7 @@ from accelfn.parallel.pointers import whole_of
 from accelfn.parallel.values import check_filled
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
-from accelfn.weights.header import SAFETENSORS_NAMES
+from accelfn.weights.dtypes import SAFETENSORS_NAMES
 from accelfn.weights.index import (
     WeightNaming,
     names_of,
@@ -55,7 +54,6 @@ from accelfn.weights.state import (
 )
 
 _SAVE, _SAVE_OBJECT, _LOAD = "save_model", "save_object", "load_model"
-_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 
 
 # --- saving --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 
 from accelfn.checkpoint.model_files import staging, write_pickled, write_safetensors
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
-from accelfn.weights.header import SAFETENSORS_NAMES
+from accelfn.weights.dtypes import SAFETENSORS_NAMES
 from accelfn.weights.torch_file import (
     Record,
     RefusedPickleError,

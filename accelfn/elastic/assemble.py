@@ -30,7 +30,7 @@ from accelfn.checkpoint.stages import join_stages
 from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.elastic.snapshot import Key, Memory, Share
-from accelfn.weights.header import contiguous_copy, copyable, dtype_from_name
+from accelfn.weights.dtypes import contiguous_copy, copyable, dtype_from_name
 
 T = TypeVar("T")
 

@@ -25,7 +25,7 @@ from accelfn.context import Context, World, takes_context
 from accelfn.context.world import GroupOwner
 from accelfn.errors import CheckpointMismatchError
 from accelfn.tree import local_of
-from accelfn.weights.header import dtype_from_name
+from accelfn.weights.dtypes import dtype_from_name
 
 _LOOK_S = 0.002
 

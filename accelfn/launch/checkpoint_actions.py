@@ -26,7 +26,7 @@ from accelfn.errors import ConfigurationError, DamagedCheckpointError, NoCheckpo
 from accelfn.launch.output import format_table, print_table
 from accelfn.storage.disk import REAL_DISK
 from accelfn.tree.structure import size_text
-from accelfn.weights.header import dtype_from_name
+from accelfn.weights.dtypes import dtype_from_name
 
 _MAX_ROWS = 24  # per part, without --all
 _MAX_CHARACTERS = 60

@@ -16,13 +16,8 @@ import torch
 
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.tree import is_dtensor
-from accelfn.weights.header import (
-    SAFETENSORS_NAMES,
-    Header,
-    check_length,
-    check_safetensors_header,
-    storage_order,
-)
+from accelfn.weights.dtypes import SAFETENSORS_NAMES
+from accelfn.weights.header import Header, check_length, check_safetensors_header, storage_order
 
 WeightNaming: TypeAlias = Literal["transformers", "diffusers"]
 

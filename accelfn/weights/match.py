@@ -20,7 +20,7 @@ from accelfn.errors import CheckpointMismatchError, Misfit
 from accelfn.parallel.pointers import WholeModel, whole_of
 from accelfn.tree import is_dtensor, local_of
 from accelfn.weights.assign import TensorRef, loads_in_its_own_way, named_modules, store_of
-from accelfn.weights.header import dtype_name
+from accelfn.weights.dtypes import dtype_name
 from accelfn.weights.index import nesting_hint, prefix_hint, tied_by
 from accelfn.weights.open import OpenedWeights
 from accelfn.weights.places import (

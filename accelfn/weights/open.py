@@ -14,13 +14,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.errors import DamagedCheckpointError
-from accelfn.weights.header import SAFETENSORS_NAMES
+from accelfn.weights.dtypes import STORED_DTYPES
 from accelfn.weights.index import find_weights, read_header
 from accelfn.weights.stored import PIECE_BYTES, FileId, Stored, file_id_of, map_stored
 from accelfn.weights.torch_file import read_torch_file
-
-STORED_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
-"""torch dtypes by their name in safetensors files."""
 
 # Frameworks whose weights have other layouts than torch's.
 _FOREIGN = frozenset({"tf", "flax", "mlx"})

@@ -15,7 +15,8 @@ import torch
 
 from accelfn.storage.disk import Disk, naming, write_all
 from accelfn.tree.digest import split_flat
-from accelfn.weights.header import Entry, format_header, stored_form
+from accelfn.weights.dtypes import stored_form
+from accelfn.weights.header import Entry, format_header
 
 # A checksum covers at most this many bytes, so that a rank that needs part of a tensor verifies little more.
 CHUNK_BYTES = 1 << 26

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from accelfn.comm.agreement import as_bytes
-from accelfn.weights.header import contiguous_copy, copyable, is_storable
+from accelfn.weights.dtypes import contiguous_copy, copyable, is_storable
 
 np = cast("Any", numpy)  # partly untyped
 NAMESPACE = "accelfn.tests.checkpoint"

@@ -27,7 +27,7 @@ from accelfn.checkpoint.document.nodes import (
 )
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import Misfit
-from accelfn.weights.header import dtype_name
+from accelfn.weights.dtypes import dtype_name
 
 Node = dict[str, Any]
 

@@ -26,7 +26,7 @@ from accelfn.checkpoint.document.nodes import (
 )
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import AccelfnError, CheckpointMismatchError, Misfit
-from accelfn.weights.header import contiguous_copy, copyable
+from accelfn.weights.dtypes import contiguous_copy, copyable
 
 Node = dict[str, Any]
 Restore = Callable[[str, Any, Any], Any]

@@ -42,7 +42,7 @@ from accelfn.checkpoint.document.nodes import (
 )
 from accelfn.checkpoint.manifest import Json
 from accelfn.tree import local_of
-from accelfn.weights.header import is_storable
+from accelfn.weights.dtypes import is_storable
 
 Node = dict[str, Any]
 Convert = Callable[[str, Any], Any]

@@ -27,7 +27,7 @@ import torch
 
 from accelfn.checkpoint.manifest import Json
 from accelfn.errors import AccelfnError, CheckpointError, DamagedCheckpointError, MissingExtraError
-from accelfn.weights.header import dtype_from_name, dtype_name
+from accelfn.weights.dtypes import dtype_from_name, dtype_name
 
 # Python refuses to format much larger numbers in decimal, because it takes long.
 _MAX_INT_BITS = 1024

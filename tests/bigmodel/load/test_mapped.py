@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from accelfn.bigmodel import load_state_dict
 from accelfn.storage.disk import REAL_DISK
-from accelfn.weights.open import STORED_DTYPES
+from accelfn.weights.dtypes import STORED_DTYPES
 from accelfn.weights.stored import mapped_from
 from accelfn.weights.write import new_entry, write_tensors
 from tests.bigmodel.load.layouts import made, same, write

@@ -34,7 +34,7 @@ from accelfn.bigmodel.offload_folder import (
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.testing import run_ranks
-from accelfn.weights.open import STORED_DTYPES
+from accelfn.weights.dtypes import STORED_DTYPES
 from accelfn.weights.stored import mapped_from
 from tests.bigmodel.load.layouts import made, same
 
