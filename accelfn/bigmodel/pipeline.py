@@ -199,7 +199,6 @@ def plan_pipeline(
 
 
 @takes_context
-@takes_context
 def prepare_pipeline(
     ctx: Context,
     model: nn.Module,

@@ -72,7 +72,6 @@ class StoredParts(NamedTuple):
 
 
 @takes_context
-@takes_context
 def load_state(
     ctx: Context,
     directory: str | os.PathLike[str],
@@ -128,7 +127,6 @@ def load_state(
     return write_back(_load(ctx, phases, request.directory, plain, request, random_state))
 
 
-@takes_context
 @takes_context
 def load_latest(
     ctx: Context,

@@ -127,7 +127,6 @@ class _StopHandler(SignalHolder):
 
 
 @takes_context
-@takes_context
 @contextmanager
 def preemption(
     ctx: Context,

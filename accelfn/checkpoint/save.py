@@ -126,7 +126,6 @@ def save_state(
     allow_drift: bool = False,
 ) -> Path | SaveHandle: ...
 @takes_context
-@takes_context
 def save_state(
     ctx: Context,
     directory: str | os.PathLike[str],

@@ -60,7 +60,6 @@ _SAVE, _SAVE_OBJECT, _LOAD = "save_model", "save_object", "load_model"
 
 
 @takes_context
-@takes_context
 def save_model(
     ctx: Context,
     model: nn.Module,

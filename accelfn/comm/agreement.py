@@ -521,7 +521,6 @@ def describe_tree(operation: str, tree: Any) -> Call:
 
 
 @takes_context
-@takes_context
 def verify_structure(ctx: Context, tree: Any) -> None:
     """Check that every rank has a tree of the same structure, shapes and dtypes.
 

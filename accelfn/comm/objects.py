@@ -37,7 +37,6 @@ def gather_object(ctx: Context, obj: list[T]) -> list[T]: ...
 @overload
 def gather_object(ctx: Context, obj: T) -> list[T]: ...
 @takes_context
-@takes_context
 def gather_object(ctx: Context, obj: Any) -> list[Any]:
     """Gather the Python objects of all ranks in one list.
 
@@ -67,7 +66,6 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
     return [item for rank in blobs for item in pickle.loads(rank)]
 
 
-@takes_context
 @takes_context
 def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) -> list[T]:
     """Send every rank the list of Python objects of rank ``from_process``.

@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 
 @takes_context
-@takes_context
 def wait_for_everyone(ctx: Context) -> None:
     """Return when every rank has called this.
 
@@ -33,7 +32,6 @@ def wait_for_everyone(ctx: Context) -> None:
         agree(ctx, Call("wait_for_everyone"))
 
 
-@takes_context
 @takes_context
 @contextmanager
 def main_process_first(ctx: Context) -> Generator[None, None, None]:
@@ -48,7 +46,6 @@ def main_process_first(ctx: Context) -> Generator[None, None, None]:
         yield
 
 
-@takes_context
 @takes_context
 @contextmanager
 def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
@@ -80,7 +77,6 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
 
 
 @takes_context
-@takes_context
 @contextmanager
 def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
     """Propagate an exception in the block to every rank, before it is raised on this one.
@@ -108,7 +104,6 @@ def on_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: 
 @overload
 def on_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 @takes_context
-@takes_context
 def on_main_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the main process only; elsewhere the function returns None.
 
@@ -135,7 +130,6 @@ def on_local_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecor
 @overload
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 @takes_context
-@takes_context
 def on_local_main_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the first process of each node; elsewhere it returns None.
 
@@ -149,7 +143,6 @@ def on_last_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: 
 @overload
 def on_last_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 @takes_context
-@takes_context
 def on_last_process(ctx: Context, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on the last rank; see :func:`on_main_process`."""
     return _only(ctx, "on_last_process", ctx.is_last_process, share)
@@ -159,7 +152,6 @@ def on_last_process(ctx: Context, *, share: bool = False) -> Any:
 def on_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
-@takes_context
 @takes_context
 def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on rank ``index``; see :func:`on_main_process`.
@@ -176,7 +168,6 @@ def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
 def on_local_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
 @overload
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
-@takes_context
 @takes_context
 def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """Return a decorator that runs a function on local rank ``index`` of each node.
@@ -232,7 +223,6 @@ def _only(ctx: Context, operation: str, runs: bool, share: bool, where: str = ""
 
 
 @takes_context
-@takes_context
 def print_once(ctx: Context, *values: Any, **options: Any) -> None:
     """Print on the first process of each node, with the arguments of the builtin ``print``.
 
@@ -254,7 +244,6 @@ def set_trigger(state: TriggerState) -> TriggerState:
     return TriggerState(is_set=True)
 
 
-@takes_context
 @takes_context
 def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool]:
     """Return whether any rank has set the flag, and clear it if so.

@@ -67,7 +67,6 @@ def set_seed(
 
 
 @takes_context
-@takes_context
 def synchronize_rng_states(
     ctx: Context, types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:

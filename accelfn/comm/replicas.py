@@ -35,7 +35,6 @@ _ALL_AXES = tuple(axis for axis in AXES if axis != "pp")
 
 
 @takes_context
-@takes_context
 def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
     """Check that a tree has the same bits on every rank, such as the parameters of a replicated model.
 

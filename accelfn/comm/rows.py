@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 
 @takes_context
-@takes_context
 def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False) -> T:
     """Return this rank's part of ``inputs``: consecutive items, split as evenly as possible.
 
@@ -111,7 +110,6 @@ def _take(inputs: Any, indices: list[int]) -> Any:
 
 
 @takes_context
-@takes_context
 def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     """Split each tensor of rank ``from_process`` along its first dimension, one part for each rank.
 
@@ -176,7 +174,6 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     return structure.unflatten(received)
 
 
-@takes_context
 @takes_context
 def pad_across_processes(
     ctx: Context, tree: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False

@@ -36,7 +36,6 @@ Axis = str | tuple[str, ...] | None
 
 
 @takes_context
-@takes_context
 def shard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     """Split each tensor along ``dim``, and return this rank's piece. The inverse of :func:`unshard`.
 
@@ -76,7 +75,6 @@ def shard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
 
 
 @takes_context
-@takes_context
 def unshard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     """Concatenate the pieces of all ranks, on every rank, as one value that all ranks hold.
 
@@ -108,7 +106,6 @@ def unshard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
 
 
 @takes_context
-@takes_context
 def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     """Concatenate each tensor over all ranks along ``dim``, in rank order, on every rank.
 
@@ -139,7 +136,6 @@ def all_gather(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
     return _join(ctx, "all_gather", axis, tree, dim, is_shared=False)
 
 
-@takes_context
 @takes_context
 def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduction: str = "sum") -> T:
     """Sum each tensor over all ranks, and return this rank's piece of the sum along ``dim``.
@@ -192,7 +188,6 @@ def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduc
 
 
 @takes_context
-@takes_context
 def all_to_all(ctx: Context, tree: T, split_dim: int, concat_dim: int, axis: Axis = None) -> T:
     """Split tensors along ``split_dim``, send each rank its piece, and concatenate along ``concat_dim``.
 
@@ -243,7 +238,6 @@ def all_to_all(ctx: Context, tree: T, split_dim: int, concat_dim: int, axis: Axi
     return _operate(ctx, "all_to_all", axis, tree, options, prepare, exchange, uneven=True)
 
 
-@takes_context
 @takes_context
 def permute(ctx: Context, tree: T, sources: Sequence[int], axis: Axis = None) -> T:
     """Send tensors to another rank: rank ``r`` receives those of rank ``sources[r]``.

@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 
 @takes_context
-@takes_context
 def gather(ctx: Context, tree: T) -> T:
     """Concatenate each tensor of ``tree`` over all ranks along its first dimension, in rank order.
 
@@ -78,7 +77,6 @@ def gather(ctx: Context, tree: T) -> T:
     return layout.structure.unflatten(gathered)
 
 
-@takes_context
 @takes_context
 def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) -> T:
     """Reduce each tensor of ``tree`` over all ranks, element by element.
@@ -142,7 +140,6 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     return unpack(Packed(tuple(buffers), layout))
 
 
-@takes_context
 @takes_context
 def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     """Send every rank the tensors of rank ``from_process``.

@@ -406,7 +406,6 @@ def _forgotten(function: str, *given: object) -> TypeError:
 
 
 @takes_context
-@takes_context
 def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``. Closing twice has no effect.
 

@@ -177,7 +177,6 @@ def prepare_data_loader(
     slice_fn: SliceFunction | None = None,
 ) -> PreparedDataLoader[T]: ...
 @takes_context
-@takes_context
 def prepare_data_loader(
     ctx: Context,
     loader: DataLoader[T] | PreparedDataLoader[T] | Iterable[T],

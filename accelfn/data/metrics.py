@@ -21,7 +21,6 @@ T = TypeVar("T")
 
 
 @takes_context
-@takes_context
 def gather_for_metrics(
     ctx: Context, tree: T, micro: MicroBatch, *, of: Literal["batch", "pass"] | None = None
 ) -> T:
@@ -71,7 +70,6 @@ def gather_for_metrics(
     return gather_valid(ctx, tree, micro, of)
 
 
-@takes_context
 @takes_context
 def gather_objects_for_metrics(
     ctx: Context, obj: Any, micro: MicroBatch | None, *, of: Literal["batch", "pass"] | None = None

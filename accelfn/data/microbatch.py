@@ -147,7 +147,6 @@ def check_micro(function: str, micro: object, *, is_needed: bool = False) -> Non
 
 
 @takes_context
-@takes_context
 def microbatches(
     ctx: Context, loader: Iterable[T], uneven: Uneven = "error"
 ) -> Iterator[tuple[T, MicroBatch]]:

@@ -21,7 +21,6 @@ Padding = Mapping[str, float] | Mapping[int, float]
 
 
 @takes_context
-@takes_context
 def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None = None) -> T:
     """Return this rank's shard of the sequences of a batch, which all ranks along ``"seq"`` hold in full.
 
@@ -78,7 +77,6 @@ def sequence_sharder(ctx: Context) -> Callable[[Any], Any] | None:
     return lambda batch: shard_sequence(ctx, batch, dims, ctx.loading.sequence_padding)
 
 
-@takes_context
 @takes_context
 def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:
     """Gather the sequences that :func:`shard_sequence` sharded, in their order, on every rank.

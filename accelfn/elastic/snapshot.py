@@ -212,7 +212,6 @@ class Memory:
 
 
 @takes_context
-@takes_context
 def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
     """Keep a snapshot of the state in memory, from which the run goes on if a rank is lost.
 

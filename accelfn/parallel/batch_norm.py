@@ -15,7 +15,6 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @takes_context
-@takes_context
 def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     """Convert batch normalisation to torch's SyncBatchNorm, with mean and variance over all ranks' batches.
 

@@ -109,7 +109,6 @@ class ModelPlan(NamedTuple):
 
 
 @takes_context
-@takes_context
 def plan_model(
     ctx: Context, model: nn.Module | ModelFacts, *, engine: Literal["ddp", "shard"] | None = None
 ) -> ModelPlan:

@@ -19,7 +19,6 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 
 
 @takes_context
-@takes_context
 @contextmanager
 def profile(
     ctx: Context, profile_handler: ProfileKwargs | None = None

@@ -147,7 +147,6 @@ class Trackers:
 
 
 @takes_context
-@takes_context
 def init_trackers(
     ctx: Context,
     project_name: str,

@@ -31,7 +31,6 @@ Batch = TypeVar("Batch")
 
 
 @takes_context
-@takes_context
 def backward(
     ctx: Context,
     loss: torch.Tensor,
@@ -158,7 +157,6 @@ def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
         raise
 
 
-@takes_context
 @takes_context
 def forward_backward(
     ctx: Context,
@@ -294,7 +292,6 @@ def modules_in(operation: str, model: object) -> list[nn.Module]:
 
 
 @takes_context
-@takes_context
 def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return ``model(*args, **kwargs)``, also for pipelined models.
 
@@ -329,7 +326,6 @@ def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model(*args, **kwargs)
 
 
-@takes_context
 @takes_context
 def lomo_backward(
     ctx: Context,

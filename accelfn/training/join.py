@@ -20,7 +20,6 @@ from accelfn.parallel.handle import joined, naming_lost_ranks, uncompiled
 
 
 @takes_context
-@takes_context
 @contextmanager
 def join_uneven_inputs(
     ctx: Context,

@@ -126,7 +126,6 @@ def _text_of(differences: Mapping[str, float], what: str) -> str:
 
 
 @takes_context
-@takes_context
 def verify_layout(
     ctx: Context,
     model: M,

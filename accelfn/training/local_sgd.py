@@ -19,7 +19,6 @@ class LocalSGDState(NamedTuple):
 
 
 @takes_context
-@takes_context
 def average_parameters(ctx: Context, model: nn.Module) -> None:
     """Set the trainable parameters of ``model`` to their mean over all ranks. Writes into them.
 
@@ -65,7 +64,6 @@ def check_local_sgd(operation: str, ctx: Context, every: int) -> None:
         )
 
 
-@takes_context
 @takes_context
 def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, every: int = 8) -> LocalSGDState:
     """Count an optimizer step, and average the parameters over all ranks after each ``every`` of them.

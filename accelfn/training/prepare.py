@@ -138,7 +138,6 @@ def _is_known(optimizer: Optimizer) -> bool:
 
 
 @takes_context
-@takes_context
 def prepare_model(
     ctx: Context, model: M, *, evaluation_mode: bool = False, plan: ModelPlan | None = None
 ) -> M:
@@ -283,7 +282,6 @@ def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
 
 
 @takes_context
-@takes_context
 def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     """Move the state of an optimizer to the devices of its parameters, and shard it as they are.
 
@@ -328,7 +326,6 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     return optimizer
 
 
-@takes_context
 @takes_context
 def prepare_scheduler(ctx: Context, scheduler: S) -> S:
     """Check a learning rate scheduler, and return it; step it by :func:`accelfn.scheduler_step`.

@@ -124,7 +124,6 @@ def check_scaler(
 
 
 @takes_context
-@takes_context
 def init_scaler(ctx: Context) -> ScalerState:
     """Return the first state. Without float16 the scale is always 1.
 
@@ -142,7 +141,6 @@ def init_scaler(ctx: Context) -> ScalerState:
     )
 
 
-@takes_context
 @takes_context
 def unscale_gradients(
     ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
@@ -359,7 +357,6 @@ def may_skip(ctx: Context) -> bool:
     return ctx.precision.scales_loss or ctx.guard.check_gradients == GradientCheck.SKIP
 
 
-@takes_context
 @takes_context
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
     """Return whether the latest optimizer step was skipped, for which this waits for the device.

@@ -94,7 +94,6 @@ def _is_finite(gradient: torch.Tensor) -> bool:
 
 
 @takes_context
-@takes_context
 def clip_grad_norm_(
     ctx: Context,
     parameters: Iterable[torch.Tensor] | torch.Tensor,
@@ -138,7 +137,6 @@ def clip_grad_norm_(
     return clip_norm_(ctx, ready, max_norm, norm_type)
 
 
-@takes_context
 @takes_context
 def clip_grad_value_(
     ctx: Context,
@@ -209,7 +207,6 @@ def _ready(
 _STEPS = "_accelfn_steps"
 
 
-@takes_context
 @takes_context
 def optimizer_step(
     ctx: Context,
@@ -403,7 +400,6 @@ def _step_if_finite(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) ->
             one.step()
 
 
-@takes_context
 @takes_context
 def scheduler_step(
     ctx: Context,

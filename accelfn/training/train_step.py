@@ -227,7 +227,6 @@ def init_train_state(ctx: Context, optimizer: Optimizers) -> TrainState: ...
 @overload
 def init_train_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]: ...
 @takes_context
-@takes_context
 def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
     """Return the initial state for a function made by :func:`make_train_step`.
 
@@ -283,7 +282,6 @@ def make_train_step(
     *,
     max_norm: float | None = None,
 ) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]: ...
-@takes_context
 @takes_context
 def make_train_step(
     ctx: Context,

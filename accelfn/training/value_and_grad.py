@@ -24,7 +24,6 @@ Params = TypeVar("Params")
 
 
 @takes_context
-@takes_context
 def value_and_grad(
     ctx: Context, loss_fn: Callable[Concatenate[Params, P], V]
 ) -> Callable[Concatenate[Params, P], tuple[V, Params]]:

@@ -27,7 +27,6 @@ from accelfn.training.prepared import is_averaged
 
 
 @takes_context
-@takes_context
 @contextmanager
 def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
     """Don't average the gradients of ``models`` in backward passes inside; they accumulate on each rank.
@@ -42,7 +41,6 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
         yield
 
 
-@takes_context
 @takes_context
 @contextmanager
 def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
@@ -65,7 +63,6 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
         yield
 
 
-@takes_context
 @takes_context
 def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
     """Run forward and backward of one batch of a window: ranks average gradients only where it closes.

@@ -250,7 +250,6 @@ def gathered_tensors(
 
 
 @takes_context
-@takes_context
 def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
     """Return the state dict of a model, with complete tensors under the model's own names.
 

@@ -205,7 +205,6 @@ def load_deepspeed() -> Any:
 
 
 @takes_context
-@takes_context
 def deepspeed_facts(
     ctx: Context,
     model: nn.Module,
@@ -408,7 +407,6 @@ def _cast_around(engine: nn.Module, dtype: str | None) -> None:
     engine.register_forward_hook(after)
 
 
-@takes_context
 @takes_context
 @contextmanager
 def zero3_init(ctx: Context, *, enabled: bool | None = None) -> Generator[None, None, None]:

@@ -165,7 +165,6 @@ class Budget(NamedTuple):
 
 
 @takes_context
-@takes_context
 def plan_memory(
     ctx: Context,
     model: nn.Module | ModelFacts,

@@ -65,7 +65,6 @@ class Traffic(NamedTuple):
 
 
 @takes_context
-@takes_context
 def plan_traffic(
     ctx: Context,
     model: nn.Module | ModelFacts,

@@ -18,7 +18,6 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @takes_context
-@takes_context
 def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
     """Compute in the context's precision inside a ``with`` block.
 
