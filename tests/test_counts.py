@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import accelfn as af
 from accelfn import Context
 from accelfn.bigmodel import infer_auto_device_map, load_checkpoint_in_model
-from accelfn.checkpoint.plan import Box, Held, plan_save
+from accelfn.checkpoint.plan import Box, Group, Held, plan_save
 from accelfn.context.peer_monitor import PeerMonitor
 from accelfn.testing import run_ranks
 from tests.bench import pipeline
@@ -406,12 +406,10 @@ def test_calls_of_a_device_map_grow_with_the_layers(make: Callable[[int], list[n
 
 
 def calls_of_a_plan(num_tensors: int, size: int) -> int:
-    def held_by(rank: int) -> dict[str, Held]:
-        part = Held("float32", (size, 4), 4, (Box((rank, 0), (1, 4)),))
-        return {f"layer.{number}.weight": part for number in range(num_tensors)}
-
-    held = [held_by(rank) for rank in range(size)]
-    return calls_of(lambda: plan_save(held))
+    part = Held("float32", (size, 4), 4, layout=0)
+    held = {f"layer.{number}.weight": part for number in range(num_tensors)}
+    group = Group(range(size), held, [((Box((rank, 0), (1, 4)),),) for rank in range(size)])
+    return calls_of(lambda: plan_save(size, [group]))
 
 
 def test_calls_of_a_plan_for_a_tensor_do_not_grow_with_the_ranks() -> None:

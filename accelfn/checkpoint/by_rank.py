@@ -27,18 +27,25 @@ def join_documents(documents: Sequence[Json]) -> Json:
     >>> join_documents([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     {'a': 1, 'b': {'$': 'by_rank', 'values': [2, 3], 'of': [0, 1]}}
     """
+    distinct = {id(document): document for document in documents}  # ranks may share one
+    numbers = {key: number for number, key in enumerate(distinct)}
+    return _join([*distinct.values()], [numbers[id(document)] for document in documents])
+
+
+def _join(documents: Sequence[Json], numbers: Sequence[int]) -> Json:
+    """Join different documents, whose number each rank has."""
     first = documents[0]
-    if all(document is first for document in documents):
+    if len(documents) == 1:
         return first
     if len(set(map(type, documents))) == 1:
         if isinstance(first, dict):
             dicts = cast("Sequence[dict[str, Json]]", documents)
             if len({(*node, node.get("$")) for node in dicts}) == 1:
-                return {key: join_documents([node[key] for node in dicts]) for key in first}
+                return {key: _join([node[key] for node in dicts], numbers) for key in first}
         elif isinstance(first, list):
             lists = cast("Sequence[list[Json]]", documents)
             if len(set(map(len, lists))) == 1:
-                return [join_documents(items) for items in zip(*lists, strict=True)]
+                return [_join(items, numbers) for items in zip(*lists, strict=True)]
         elif len(set(map(repr, documents))) == 1:  # not by ==, because 0.0 == -0.0
             return first
     texts = [json.dumps(document) for document in documents]
@@ -46,7 +53,7 @@ def join_documents(documents: Sequence[Json]) -> Json:
     return {
         "$": "by_rank",
         "values": [documents[texts.index(text)] for text in distinct],
-        "of": [distinct.index(text) for text in texts],
+        "of": [distinct.index(texts[number]) for number in numbers],
     }
 
 

@@ -16,7 +16,7 @@ from accelfn.checkpoint.by_rank import renamed, stored_place
 from accelfn.checkpoint.document.encode import encode
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.objects import Names, find_names, inner_of, state_of
-from accelfn.checkpoint.plan import Box, Held, boxes_from, boxes_of
+from accelfn.checkpoint.plan import Box, Boxes, Held, boxes_from, boxes_of
 from accelfn.checkpoint.random_state import random_states
 from accelfn.checkpoint.stages import first_names
 from accelfn.context import Context
@@ -130,17 +130,25 @@ def _state_of(operation: str, thing: Any, names: Names) -> Any:
     return state_of(thing, names)
 
 
-def held_of(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
-    """Describe what this rank holds of tensors, whose digests are in ``content``. Pure."""
+def held_of(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> tuple[dict[str, Held], Boxes]:
+    """Describe what this rank holds of tensors, whose digests are in ``content``. Pure.
+
+    Returns:
+        The tensors, which are described alike on all ranks that share them; and the parts that this rank
+        holds, by layout.
+    """
     held: dict[str, Held] = {}
-    known: dict[Any, tuple[Box, ...] | None] = {None: None}  # by layout, which many tensors share
+    boxes: list[tuple[Box, ...]] = []
+    known: dict[Any, int | None] = {None: None}  # numbers of layouts, which many tensors share
     for name, tensor in tensors.items():
         layout: Any = None if type(tensor) is torch.Tensor else getattr(tensor, "_spec", tensor)
         if layout not in known:
-            known[layout] = boxes_of(tensor)
+            own = boxes_of(tensor)
+            known[layout] = None if own is None else len(boxes)
+            boxes += () if own is None else (own,)
         shape, digest = tuple(tensor.shape), content.get(name, "")
         held[name] = Held(dtype_name(tensor.dtype), shape, tensor.itemsize, known[layout], digest)
-    return held
+    return held, tuple(boxes)
 
 
 def contents(
@@ -175,11 +183,13 @@ def _samples(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parse_held(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
-    """Return what JSON has of :func:`held_of`. Pure."""
-    return {name: held_from(values) for name, values in held.items()}
+    """Return what JSON has of the tensors of :func:`held_of`. Pure."""
+    return {
+        name: Held(dtype, tuple(shape), itemsize, layout, content)
+        for name, (dtype, shape, itemsize, layout, content) in held.items()
+    }
 
 
-def held_from(values: Sequence[Any]) -> Held:
-    """Return what JSON has of a :class:`Held`. Pure."""
-    dtype, shape, itemsize, boxes, content = values
-    return Held(dtype, tuple(shape), itemsize, None if boxes is None else boxes_from(boxes), content)
+def parse_boxes(boxes: Sequence[Sequence[Any]]) -> Boxes:
+    """Return what JSON has of the parts of :func:`held_of`. Pure."""
+    return tuple(map(boxes_from, boxes))

@@ -23,11 +23,11 @@ from accelfn.checkpoint.find import (
     newest_first,
     read_checkpoint,
 )
-from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest, StoredTensor, leaf_path
+from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest, StoredTensor, entry_key, leaf_path
 from accelfn.checkpoint.objects import (
     is_named_optimizer,
 )
-from accelfn.checkpoint.plan import find_overlaps, memory_for, part_of
+from accelfn.checkpoint.overlaps import Known, find_overlaps, memory_for, part_of
 from accelfn.checkpoint.read import Box, read_boxes
 from accelfn.checkpoint.restore import (
     Read,
@@ -450,9 +450,11 @@ def _fill(
     """Read the tensors that have these names, or this rank's parts of them; only verify ``unchanged``."""
     boxes: list[Box] = []
     targets: list[torch.Tensor | None] = []
+    known: Known = {}
     for name, tensor in tensors.items():
-        stored = _stored(found, name)
-        for lap in find_overlaps(stored, tensor):
-            boxes.append(Box(name, stored.dtype, lap.piece, lap.offset, lap.shape))
+        dtype, _, parts = stored = _stored(found, name)
+        for lap in find_overlaps(stored, tensor, known):
+            key = entry_key(name, parts, lap.part)
+            boxes.append(Box(name, key, dtype, lap.part, lap.offset, lap.shape))
             targets.append(None if name in unchanged else part_of(tensor, lap))
     read_boxes(disk, found.folder, found.manifest, boxes, targets)

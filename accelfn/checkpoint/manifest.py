@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -34,48 +34,49 @@ _OWN_NAME = re.compile(
 )
 
 
-class Piece(NamedTuple):
-    """A box of a tensor, as one safetensors entry.
+class Part(NamedTuple):
+    """A box of a tensor, and who wrote it.
 
     Attributes:
-        file: Name of the file in the checkpoint.
-        key: Name of the entry in the file.
+        rank: Of the world that saved; the part is in one of this rank's files.
         offset: Of the box in the whole tensor, by dimension.
         shape: Of the box.
-        crc32: Of each ``CHUNK_BYTES`` of the entry's bytes, in order; empty for an empty entry.
     """
 
-    file: str
-    key: str
+    rank: int
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    crc32: tuple[int, ...]
 
 
 class StoredTensor(NamedTuple):
-    """A tensor. Its pieces cover it, and don't overlap.
+    """A tensor. Its parts cover it, and don't overlap.
 
     Attributes:
         dtype: As torch names it, such as ``"float32"``.
         shape: Of the complete tensor.
-        pieces: Where its parts are stored.
+        parts: The same tuple for all tensors of one layout, so that a manifest doesn't grow with tensors
+            times ranks.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    parts: tuple[Part, ...]
 
 
 class StoredFile(NamedTuple):
     """A file of tensors.
 
     Attributes:
+        rank: That wrote it.
         size: In bytes.
         header_crc32: Of everything before the tensors: the header's length and the header.
+        sums_crc32: Of its last entry, which has the checksums of all others.
     """
 
+    rank: int
     size: int
     header_crc32: int
+    sums_crc32: int
 
 
 class Attachment(NamedTuple):
@@ -88,6 +89,16 @@ class Attachment(NamedTuple):
 
     size: int
     crc32: tuple[int, ...]
+
+
+def entry_key(name: str, parts: Sequence[Part], part: Part) -> str:
+    """Return the key of a part in its file: the tensor's name, and the offset unless it is all of it. Pure.
+
+    >>> part = Part(1, (2, 0), (2, 3))
+    >>> entry_key("w", (Part(0, (0, 0), (2, 3)), part), part), entry_key("w", (part,), part)
+    ('w~@2,0', 'w')
+    """
+    return name if len(parts) == 1 else f"{name}~@{','.join(map(str, part.offset))}"
 
 
 def leaf_path(name: str) -> str:
@@ -147,6 +158,17 @@ def format_manifest(manifest: Manifest) -> bytes:
 
 def _line(manifest: Manifest) -> bytes:
     attached = dict(sorted(manifest.attachments.items()))
+    layouts: list[tuple[Part, ...]] = []
+    numbers: dict[int, int] = {}
+    tensors: dict[str, list[Any]] = {}
+    for name, (dtype, shape, parts) in sorted(manifest.tensors.items()):
+        if len(parts) == 1:
+            tensors[name] = [dtype, shape, parts[0].rank]
+            continue
+        if id(parts) not in numbers:
+            numbers[id(parts)] = len(layouts)
+            layouts.append(parts)
+        tensors[name] = [dtype, shape, None, numbers[id(parts)]]
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -154,7 +176,8 @@ def _line(manifest: Manifest) -> bytes:
         "chunk_bytes": CHUNK_BYTES,
         "files": dict(sorted(manifest.files.items())),  # in JSON, records are lists of their fields
         **({"attachments": attached} if attached else {}),
-        "tensors": dict(sorted(manifest.tensors.items())),
+        "tensors": tensors,
+        "layouts": layouts,
         "random": manifest.random,
         "tree": manifest.tree,  # in its own order, which is that of the dicts in it
     }
@@ -190,7 +213,7 @@ def parse_head(content: bytes, place: str = MANIFEST) -> Manifest:
     """
     # In a JSON string a quote follows a backslash, so these bytes can't be inside one.
     fields = _fields(content, place, b',"tensors":')
-    return _manifest({**fields, "random": None, "tree": None, "tensors": {}}, place)
+    return _manifest({**fields, "random": None, "tree": None, "tensors": {}, "layouts": []}, place)
 
 
 def _fields(content: bytes, place: str, until: bytes | None) -> dict[str, Any]:
@@ -218,11 +241,14 @@ def _fields(content: bytes, place: str, until: bytes | None) -> dict[str, Any]:
 
 def _manifest(fields: Mapping[str, Any], place: str) -> Manifest:
     try:
+        layouts = [
+            tuple(Part(rank, tuple(offset), tuple(shape)) for rank, offset, shape in layout)
+            for layout in fields["layouts"]
+        ]
         manifest = Manifest(
             tree=fields["tree"],
-            tensors={name: _tensor(one) for name, one in fields["tensors"].items()},
-            # The first checkpoints had a third field, which was null.
-            files={name: StoredFile(size, head) for name, (size, head, *_) in fields["files"].items()},
+            tensors={name: _tensor(one, layouts) for name, one in fields["tensors"].items()},
+            files={name: StoredFile(*one) for name, one in fields["files"].items()},
             attachments={
                 name: Attachment(size, tuple(crc32))
                 for name, (size, crc32) in fields.get("attachments", {}).items()
@@ -230,22 +256,20 @@ def _manifest(fields: Mapping[str, Any], place: str) -> Manifest:
             random=fields["random"],
             **{name: fields[name] for name in _SCALARS},
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise _unsound(place, f"a field is missing or of another form ({error})") from error
     _check(manifest, place)
     return manifest
 
 
-def _tensor(fields: Any) -> StoredTensor:
-    dtype, shape, pieces = fields
-    return StoredTensor(
-        dtype,
-        tuple(shape),
-        tuple(
-            Piece(file, key, tuple(offset), tuple(box), tuple(crc32))
-            for file, key, offset, box, crc32 in pieces
-        ),
-    )
+def _tensor(fields: Any, layouts: Sequence[tuple[Part, ...]]) -> StoredTensor:
+    dtype, shape, rank, *layout = fields
+    if not layout:
+        return StoredTensor(dtype, tuple(shape), (Part(rank, (0,) * len(shape), tuple(shape)),))
+    (number,) = layout
+    if rank is not None or not _is_count(number):
+        raise ValueError(fields)
+    return StoredTensor(dtype, tuple(shape), layouts[number])
 
 
 def _unsound(place: str, why: str) -> DamagedCheckpointError:
@@ -263,20 +287,22 @@ def _check(manifest: Manifest, place: str) -> None:
     for name, file in manifest.files.items():
         if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise _unsound(place, f"{name!r} is no name of a file of tensors")
-        if not all(map(_is_count, file)):
+        if not all(map(_is_count, file)) or file.rank >= manifest.world_size:
             raise _unsound(place, f"file {name!r} has {tuple(file)}")
     _check_attachments(manifest.attachments, place)
-    seen: set[tuple[str, str]] = set()
+    writers = {file.rank for file in manifest.files.values()}
+    covered: set[tuple[int, tuple[int, ...]]] = set()  # layouts, and shapes that they cover
     for name, one in manifest.tensors.items():
         if not all(map(_is_count, one.shape)) or not isinstance(cast("object", one.dtype), str):
             raise _unsound(place, f"tensor {name!r} is {one.dtype!r} {one.shape}")
+        if len(one.parts) > 1 and (id(one.parts), one.shape) in covered:
+            continue
         _check_cover(name, one, place)
-        for piece in one.pieces:
-            if piece.file not in manifest.files or not all(map(_is_count, piece.crc32)):
-                raise _unsound(place, f"a piece of tensor {name!r} is in the unknown file {piece.file!r}")
-            if (piece.file, piece.key) in seen:
-                raise _unsound(place, f"tensor {name!r} has an entry that is another's: {piece.key!r}")
-            seen.add((piece.file, piece.key))
+        covered.add((id(one.parts), one.shape))
+        for part in one.parts:
+            if part.rank not in writers:
+                why = f"a part of tensor {name!r} is of rank {part.rank!r}, which has no file"
+                raise _unsound(place, why)
 
 
 def _check_attachments(attachments: Mapping[str, Attachment], place: str) -> None:
@@ -297,26 +323,29 @@ def _is_count(number: object) -> bool:
 
 def _check_cover(name: str, one: StoredTensor, place: str) -> None:
     """Check that boxes fill a tensor: they are inside, don't overlap, and have as many elements as it has."""
-    for piece in one.pieces:
-        fits = len(piece.offset) == len(piece.shape) == len(one.shape)
-        for start, length, size in zip(piece.offset, piece.shape, one.shape, strict=False):
+    for part in one.parts:
+        fits = len(part.offset) == len(part.shape) == len(one.shape)
+        for start, length, size in zip(part.offset, part.shape, one.shape, strict=False):
             fits = fits and _is_count(start) and _is_count(length) and start + length <= size
         if not fits:
-            raise _unsound(place, f"a piece of tensor {name!r} is outside of it")
-    if math.prod(one.shape) != sum(math.prod(piece.shape) for piece in one.pieces) or not one.pieces:
-        raise _unsound(place, f"the pieces of tensor {name!r} don't fill it")
-    if len(one.pieces) == 1:
+            raise _unsound(place, f"a part of tensor {name!r} is outside of it")
+    if math.prod(one.shape) != sum(math.prod(part.shape) for part in one.parts) or not one.parts:
+        raise _unsound(place, f"the parts of tensor {name!r} don't fill it")
+    if len(one.parts) == 1:
         return
-    # Sorted by the first dimension, so that a box is compared only with those that it could overlap.
-    boxes = sorted((piece for piece in one.pieces if math.prod(piece.shape)), key=lambda piece: piece.offset)
-    for index, piece in enumerate(boxes):
+    boxes = [part for part in one.parts if math.prod(part.shape)]
+    # Sorted by the dimension that is cut most, so that a box is compared with those only that may overlap it.
+    dims = range(len(one.shape))
+    dim = max(dims, key=lambda dim: len({part.offset[dim] for part in boxes}), default=0)
+    boxes.sort(key=lambda part: part.offset[dim])
+    for index, part in enumerate(boxes):
         for other in boxes[index + 1 :]:
-            if other.offset[0] >= piece.offset[0] + piece.shape[0]:
+            if other.offset[dim] >= part.offset[dim] + part.shape[dim]:
                 break
             if all(
                 start < begin + length and begin < start + size
                 for start, size, begin, length in zip(
-                    piece.offset, piece.shape, other.offset, other.shape, strict=True
+                    part.offset, part.shape, other.offset, other.shape, strict=True
                 )
             ):
-                raise _unsound(place, f"pieces of tensor {name!r} overlap")
+                raise _unsound(place, f"parts of tensor {name!r} overlap")

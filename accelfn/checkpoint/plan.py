@@ -1,6 +1,7 @@
-"""Plan which rank writes which tensors, each box once, and which stored pieces a rank reads.
+"""Plan which rank writes which tensors, each part once.
 
-The overlaps of stored pieces and shards are found by ``torch.distributed.checkpoint``'s planner.
+Ranks that hold the same tensors in the same layouts form a group, and tensors of one layout are planned
+together. So a plan takes as long as there are tensors, and ranks times layouts, not ranks times tensors.
 """
 
 from __future__ import annotations
@@ -10,17 +11,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from itertools import chain
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from accelfn.checkpoint.manifest import Piece, StoredTensor, leaf_path
+from accelfn.checkpoint.manifest import Part, StoredTensor, leaf_path
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, Drift, ReplicaDriftError
-from accelfn.tree import from_local, local_of
+from accelfn.tree import local_of
 from accelfn.tree.digest import digest_tensors
-from accelfn.weights.dtypes import dtype_from_name
 
 
 class Box(NamedTuple):
@@ -30,29 +31,40 @@ class Box(NamedTuple):
     shape: tuple[int, ...]
 
 
+Boxes: TypeAlias = tuple[tuple[Box, ...], ...]
+"""The parts that a rank holds of a tensor, by the number of the tensor's layout."""
+
+
 class Held(NamedTuple):
-    """The part of a tensor that one rank holds.
+    """A tensor of which ranks hold all or parts.
 
     Attributes:
         dtype: As torch names it.
         shape: Of the complete tensor.
         itemsize: Bytes of an element.
-        boxes: The parts that this rank holds; None for all of it.
+        layout: Number of the layout that says which parts a rank holds; None where each has all of it.
         content: A digest of the values of an unsharded tensor; "" if they aren't compared.
     """
 
     dtype: str
     shape: tuple[int, ...]
     itemsize: int
-    boxes: tuple[Box, ...] | None = None
+    layout: int | None = None
     content: str = ""
 
 
-Write = tuple[str, str, Box | None]
-"""What a rank writes: the name in the checkpoint, the name on the rank, and the part; None for all of it.
+class Group(NamedTuple):
+    """Ranks that hold the same tensors in the same layouts.
 
-A plain tuple, because a plan has one for each tensor and rank.
-"""
+    Attributes:
+        ranks: In order.
+        held: Their tensors, by name.
+        boxes: Which parts each of them holds, in the order of ``ranks``.
+    """
+
+    ranks: Sequence[int]
+    held: Mapping[str, Held]
+    boxes: Sequence[Boxes]
 
 
 class Version(NamedTuple):
@@ -73,105 +85,136 @@ class SavePlan(NamedTuple):
     """What each rank writes, and under which names.
 
     Attributes:
-        writes: By rank.
-        names: By rank: the stored name of each tensor whose values differ from those of the plain name.
-        tensors: The complete tensors, by stored name.
+        tensors: By stored name, with the ranks that write their parts.
+        plain: The name of each on the ranks that have it.
+        names: By group: the stored name of each tensor that isn't the plain one.
     """
 
-    writes: Sequence[Sequence[Write]]
+    tensors: Mapping[str, StoredTensor]
+    plain: Mapping[str, str]
     names: Sequence[Mapping[str, str]]
-    tensors: Mapping[str, Held]
+
+    def written_by(self, rank: int) -> list[tuple[str, Part]]:
+        """List the parts that a rank writes: by stored name, in order."""
+        known: dict[int, list[Part]] = {}  # by layout, which many tensors share
+        found: list[tuple[str, Part]] = []
+        for stored, (_, _, parts) in self.tensors.items():
+            if len(parts) == 1:
+                own = [*parts] if parts[0].rank == rank else []
+            else:
+                if id(parts) not in known:
+                    known[id(parts)] = [part for part in parts if part.rank == rank]
+                own = known[id(parts)]
+            found += [(stored, part) for part in own]
+        return found
 
 
-def plan_save(held: Sequence[Mapping[str, Held]]) -> SavePlan:
+def plan_save(num_ranks: int, groups: Sequence[Group]) -> SavePlan:
     """Decide which rank writes which tensors. Pure; the same on every rank.
 
     A tensor that all ranks hold with equal values is written by one rank. If values differ, each version is
-    written, see :func:`find_holders`. A box is written by one of the ranks that hold it. The largest are
-    assigned first, each to the rank that has the least to write so far.
+    written, see :func:`find_holders`. A part is written by one of the ranks that hold it. Of whole tensors
+    the largest are assigned first, each to the rank that has the least to write so far.
 
     Args:
-        held: What each rank holds, by rank.
+        num_ranks: Of the world.
+        groups: What ranks hold. A rank may be in several groups, which have different tensors.
 
     Raises:
         CheckpointError: Ranks hold shards of tensors of different dtypes or shapes, or a shard and all of it.
 
     >>> one = Held("float32", (2,), 4)
-    >>> plan_save([{"a": one, "b": one}, {"a": one, "b": one}]).writes
-    ((('a', 'a', None),), (('b', 'b', None),))
+    >>> plan = plan_save(2, [Group((0, 1), {"a": one, "b": one}, ((), ()))])
+    >>> {name: tensor.parts[0].rank for name, tensor in plan.tensors.items()}
+    {'a': 0, 'b': 1}
     """
-    versions, names = find_holders(held)
-    tensors = {stored: version.tensor for stored, version in versions.items()}
-    return SavePlan(_deal(len(held), versions), names, tensors)
+    versions, names = find_holders(groups)
+    parts = _deal(num_ranks, versions)
+    tensors = {
+        stored: StoredTensor(versions[stored].tensor.dtype, versions[stored].tensor.shape, parts[stored])
+        for stored in sorted(versions)
+    }
+    return SavePlan(tensors, {stored: one.name for stored, one in versions.items()}, names)
 
 
-def find_holders(
-    held: Sequence[Mapping[str, Held]],
-) -> tuple[dict[str, Version], tuple[dict[str, str], ...]]:
-    """List the ranks that hold each tensor, or each box of it. Pure.
+def find_holders(groups: Sequence[Group]) -> tuple[dict[str, Version], list[dict[str, str]]]:
+    """List the ranks that hold each tensor, or each part of it. Pure.
 
     If values of a tensor differ, each version has a name with the lowest rank that has it, and the first one
-    the plain name. Tensors that have the same layouts share their mapping of holders.
+    the plain name. Tensors of one layout share their mapping of holders.
 
     Args:
-        held: What each rank holds, by rank.
+        groups: What ranks hold, in the order of their first ranks.
 
     Returns:
-        The versions of all tensors, by stored name; and by rank the stored name of each tensor that isn't the
-        plain one.
+        The versions of all tensors, by stored name; and by group the stored name of each tensor that isn't
+        the plain one.
 
     Raises:
         CheckpointError: Ranks hold shards of tensors of different dtypes or shapes, or a shard and all of it.
     """
     versions: dict[str, Version] = {}
-    names: list[dict[str, str]] = [{} for _ in held]
-    layouts: dict[str, list[Held | None]] = {}
-    for rank, tensors in enumerate(held):
-        for name, one in tensors.items():
-            if name not in layouts:
-                layouts[name] = [None] * len(held)
-            layouts[name][rank] = one
-    known: dict[tuple[Held | None, ...], list[tuple[list[int], Version]]] = {}
-    for name, by_rank in layouts.items():
-        layout = tuple(by_rank)
-        found = known.get(layout)
+    names: list[dict[str, str]] = [{} for _ in groups]
+    by_name: dict[str, list[Held | None]] = {}
+    for number, group in enumerate(groups):
+        for name, one in group.held.items():
+            if name not in by_name:
+                by_name[name] = [None] * len(groups)
+            by_name[name][number] = one
+    known: dict[tuple[Held | None, ...], list[_Found]] = {}
+    together: dict[tuple[int, ...], Sequence[int]] = {
+        (number,): group.ranks for number, group in enumerate(groups)
+    }
+    for name, by_group in by_name.items():
+        key = tuple(by_group)
+        found = known.get(key)
         if found is None:
-            found = known[layout] = _versions_of(name, layout)
-        for number, (ranks, version) in enumerate(found):
-            stored = f"{name}@{ranks[0]}" if number else name
-            while number and stored in layouts:
+            found = known[key] = _versions_of(name, key, groups, together)
+        for place, (numbers, whole, holders) in enumerate(found):
+            lowest = min(groups[number].ranks[0] for number in numbers)
+            stored = f"{name}@{lowest}" if place else name
+            while place and stored in by_name:
                 stored += "'"
-            versions[stored] = version._replace(name=name)
-            for rank in ranks if number else ():
-                names[rank][name] = stored
-    return versions, tuple(names)
+            versions[stored] = Version(name, whole, holders)
+            for number in numbers if place else ():
+                names[number][name] = stored
+    return versions, names
 
 
-def _versions_of(name: str, layout: Sequence[Held | None]) -> list[tuple[list[int], Version]]:
-    """Return the versions of a tensor, and the ranks that have each, from what each rank holds."""
+_Found: TypeAlias = "tuple[list[int], Held, Mapping[Box | None, Sequence[int]]]"
+"""Numbers of the groups that have a version, the tensor, and the holders of its parts."""
+
+
+def _versions_of(
+    name: str,
+    by_group: Sequence[Held | None],
+    groups: Sequence[Group],
+    together: dict[tuple[int, ...], Sequence[int]],
+) -> list[_Found]:
+    """Return the versions of a tensor, from what each group holds of it."""
     alike: dict[Held, list[int]] = {}
-    for rank, one in enumerate(layout):
+    for number, one in enumerate(by_group):
         if one is not None:
-            alike.setdefault(one, []).append(rank)
-    found: dict[Held, tuple[list[int], dict[Box | None, list[int]]]] = {}
-    for one, ranks in alike.items():
-        whole = one._replace(boxes=None)
-        if whole not in found:
-            if found and (one.boxes is not None or any(other.content == "" for other in found)):
-                _refuse(name, ranks[0], one, next(iter(found)))
-            found[whole] = ([], {})
-        found[whole][0].extend(ranks)
-        for box in one.boxes if one.boxes is not None else (None,):
-            found[whole][1].setdefault(box, []).extend(ranks)
-    versions: list[tuple[list[int], Version]] = []
-    for whole, (ranks, holders) in found.items():
-        in_order = {box: sorted(holders[box]) for box in sorted(holders, key=_order)}
-        versions.append((sorted(ranks), Version(name, whole, in_order)))
-    return versions
-
-
-def _order(box: Box | None) -> Box:
-    return box or Box((), ())
+            alike.setdefault(one._replace(layout=None), []).append(number)
+    found: list[_Found] = []
+    for whole, numbers in alike.items():
+        is_cut = {cast("Held", by_group[number]).layout is not None for number in numbers}
+        if len(is_cut) > 1 or (found and (True in is_cut or found[0][1].content == "")):
+            _refuse(name, groups[numbers[-1]].ranks[0], whole, next(iter(alike)))
+        if True not in is_cut:
+            key = tuple(numbers)
+            if key not in together:
+                together[key] = sorted(chain.from_iterable(groups[number].ranks for number in numbers))
+            found.append((numbers, whole, {None: together[key]}))
+            continue
+        holders: dict[Box, list[int]] = {}
+        for number in numbers:
+            group, layout = groups[number], cast("int", cast("Held", by_group[number]).layout)
+            for rank, boxes in zip(group.ranks, group.boxes, strict=True):
+                for box in boxes[layout]:
+                    holders.setdefault(box, []).append(rank)
+        found.append((numbers, whole, {box: sorted(holders[box]) for box in sorted(holders)}))
+    return found
 
 
 def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
@@ -181,50 +224,53 @@ def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
     )
 
 
-def _deal(num_ranks: int, versions: Mapping[str, Version]) -> tuple[tuple[Write, ...], ...]:
-    """Choose the rank that writes each part, and list what each rank writes, in order of the names."""
-    by_size: dict[int, list[tuple[str, list[Box | None]]]] = {}
-    # Tensors of one layout and one size of an element have the same sizes.
-    known: dict[tuple[int, tuple[int, ...], int], dict[int, list[Box | None]]] = {}
-    in_order = sorted(versions)
-    for stored in in_order:
-        _, tensor, holders = versions[stored]
-        key = (id(holders), tensor.shape, tensor.itemsize)
-        if key not in known:
-            known[key] = {}
-            for box in holders:
-                size = math.prod(tensor.shape if box is None else box.shape) * tensor.itemsize
-                known[key].setdefault(size, []).append(box)
-        for size, boxes in known[key].items():
-            by_size.setdefault(size, []).append((stored, boxes))
-
+def _deal(num_ranks: int, versions: Mapping[str, Version]) -> dict[str, tuple[Part, ...]]:
+    """Choose the ranks that write the parts of each tensor."""
     loads = [0] * num_ranks
-    heap = [(0, rank) for rank in range(num_ranks)]  # for tensors that all ranks hold; may lag behind `loads`
-    chosen: dict[tuple[str, Box | None], int] = {}
-    for size in sorted(by_size, reverse=True):
-        for stored, boxes in by_size[size]:
-            holders = versions[stored].holders
-            for box in boxes:
-                ranks = holders[box]
-                if len(ranks) == 1:
-                    loads[ranks[0]] += size
-                    continue
-                if len(ranks) == num_ranks:
-                    while heap[0][0] != loads[heap[0][1]]:
-                        heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
-                    writer = heap[0][1]
-                else:
-                    writer = min(ranks, key=loads.__getitem__)
-                loads[writer] += size
-                chosen[stored, box] = writer
+    found = _deal_shards(versions, loads)
+    whole = [stored for stored, one in versions.items() if None in one.holders]
+    sizes = {stored: _size(versions[stored].tensor) for stored in whole}
+    # For tensors that all ranks hold; may lag behind `loads`.
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    for stored in sorted(whole, key=lambda stored: (-sizes[stored], stored)):
+        shape, ranks = versions[stored].tensor.shape, versions[stored].holders[None]
+        if len(ranks) == num_ranks:
+            while heap[0][0] != loads[heap[0][1]]:
+                heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+            writer = heap[0][1]
+        else:
+            writer = min(ranks, key=loads.__getitem__)
+        loads[writer] += sizes[stored]
+        found[stored] = (Part(writer, (0,) * len(shape), shape),)
+    return found
 
-    written: list[list[Write]] = [[] for _ in range(num_ranks)]
-    for stored in in_order:
-        name, _, holders = versions[stored]
-        for box, ranks in holders.items():
-            writer = ranks[0] if len(ranks) == 1 else chosen[stored, box]
-            written[writer].append((stored, name, box))
-    return tuple(map(tuple, written))
+
+def _size(tensor: Held) -> int:
+    return math.prod(tensor.shape) * tensor.itemsize
+
+
+def _deal_shards(versions: Mapping[str, Version], loads: list[int]) -> dict[str, tuple[Part, ...]]:
+    """Choose the ranks that write sharded tensors, and add what they write to ``loads``.
+
+    Where several ranks hold each part, all parts of a tensor are written by the same one of these, the first,
+    the second and so on, in turn: so the tensors of a layout have few lists of parts.
+    """
+    by_layout: dict[int, list[str]] = {}
+    for stored in sorted(versions):
+        if None not in versions[stored].holders:
+            by_layout.setdefault(id(versions[stored].holders), []).append(stored)
+    found: dict[str, tuple[Part, ...]] = {}
+    for stored_names in by_layout.values():
+        _, tensor, holders = versions[stored_names[0]]
+        count = max(map(len, holders.values()), default=1)
+        for turn in range(count):
+            names = stored_names[turn::count]
+            parts = tuple(Part(ranks[turn % len(ranks)], *cast("Box", box)) for box, ranks in holders.items())
+            for rank, _, shape in parts:
+                loads[rank] += math.prod(shape) * tensor.itemsize * len(names)
+            found.update(dict.fromkeys(names, parts))
+    return found
 
 
 def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...] | None:
@@ -315,86 +361,3 @@ def check_copies(ctx: Context, operation: str, tensors: Mapping[str, torch.Tenso
     rows = find_drift([copies for copies, _ in ranks], boxes, name)
     if rows:
         raise ReplicaDriftError(operation, rows)
-
-
-# --- reading ---------------------------------------------------------------------------------------
-
-
-class Overlap(NamedTuple):
-    """The overlap of a stored piece and a tensor to load.
-
-    Attributes:
-        piece: The stored piece.
-        offset: Of the overlap in the piece, by dimension; None for all of the piece.
-        shape: Of the overlap; None for all of the piece.
-        target: Its offset in the tensor to load.
-    """
-
-    piece: Piece
-    offset: tuple[int, ...] | None
-    shape: tuple[int, ...] | None
-    target: tuple[int, ...]
-
-
-def find_overlaps(stored: StoredTensor, target: torch.Tensor | None) -> list[Overlap]:
-    """Return the parts of stored pieces that make up a tensor.
-
-    Args:
-        stored: The tensor, in its pieces.
-        target: A sharded tensor, to load this rank's part of it; any other, or None, to load all of it.
-    """
-    cut = None if target is None else getattr(target, "__create_chunk_list__", None)
-    if cut is None:
-        return [Overlap(piece, None, None, piece.offset) for piece in stored.pieces]
-    # Not at the top: this imports torch.distributed.checkpoint, which few programs need.
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-
-    known = TensorStorageMetadata(
-        TensorProperties(dtype_from_name(stored.dtype)),
-        torch.Size(stored.shape),
-        [ChunkStorageMetadata(torch.Size(one.offset), torch.Size(one.shape)) for one in stored.pieces],
-    )
-    chunks = [one for one in cut() if all(one.sizes) or not stored.shape]
-    found: list[Overlap] = []
-    for item in create_read_items_for_chunk_list("", known, chunks):
-        piece = stored.pieces[cast("int", item.storage_index.index)]
-        offset, shape = tuple(item.storage_offsets), tuple(item.lengths)
-        is_whole = shape == piece.shape
-        found.append(
-            Overlap(
-                piece, None if is_whole else offset, None if is_whole else shape, tuple(item.dest_offsets)
-            )
-        )
-    return found
-
-
-def memory_for(stored: StoredTensor, target: torch.Tensor | None) -> torch.Tensor:
-    """Return new memory for a tensor to load: like ``target`` on its device, and sharded like it.
-
-    Args:
-        stored: The tensor.
-        target: None, or a tensor on the meta device: memory on the CPU.
-    """
-    dtype = dtype_from_name(stored.dtype)
-    is_sharded = hasattr(target, "__create_chunk_list__")
-    local = None if target is None else local_of(target)
-    # XLA would compile each of the many copies into parts of a tensor.
-    device = "cpu" if local is None or local.device.type in ("meta", "xla") else local.device
-    shape = tuple(local.shape) if local is not None and is_sharded else stored.shape
-    if dtype == torch.complex32:  # torch warns about new tensors of this dtype, and not about views
-        memory = torch.empty(shape, dtype=torch.float32, device=device).view(dtype)
-    else:
-        memory = torch.empty(shape, dtype=dtype, device=device)
-    return memory if target is None else from_local(memory, like=target)
-
-
-def part_of(tensor: torch.Tensor, overlap: Overlap) -> torch.Tensor:
-    """Return the view of a tensor to load, or of this rank's part of it, for one of its overlaps."""
-    shape = overlap.piece.shape if overlap.shape is None else overlap.shape
-    bounds = zip(overlap.target, shape, strict=True)
-    return local_of(tensor).detach()[tuple(slice(start, start + size) for start, size in bounds)]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple, NoReturn
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
-from accelfn.checkpoint.manifest import Manifest, Piece, StoredFile, leaf_path
+from accelfn.checkpoint.manifest import Manifest, Part, StoredFile, entry_key, leaf_path
 from accelfn.context import device_module
 from accelfn.errors import DamagedCheckpointError
 from accelfn.storage.disk import Disk, Folder, naming, open_regular, read_exactly
 from accelfn.weights.dtypes import SAME_SIZE, dtype_from_name, stored_form
 from accelfn.weights.header import Entry, check_length, check_safetensors_header
-from accelfn.weights.write import CHUNK_BYTES, memory_of
+from accelfn.weights.write import CHUNK_BYTES, SUMS, memory_of, num_chunks
 
 # Bytes read at a time.
 _READ_BYTES = 1 << 20
@@ -28,57 +30,78 @@ _MAX_THREADS = 4
 
 
 class TensorFile(NamedTuple):
-    """An open file of tensors whose header has been verified."""
+    """An open file of tensors whose header and checksums have been verified.
+
+    Attributes:
+        name: In the checkpoint.
+        path: Of the file.
+        descriptor: Of the open file.
+        entries: Of tensors, by key.
+        sums: The checksum of each ``CHUNK_BYTES`` of all entries, in the order of the file.
+        first: Of each entry, where its checksums begin among ``sums``.
+    """
 
     name: str
     path: str
     descriptor: int
     entries: Mapping[str, Entry]
+    sums: Sequence[int]
+    first: Mapping[str, int]
 
 
 class Box(NamedTuple):
-    """A part of a piece to read.
+    """A part of a stored tensor to read, or a box of it.
 
     Attributes:
         name: Of the tensor, for errors.
+        key: Of the entry in one of the files of the part's rank.
         dtype: As torch names it.
-        piece: The stored piece.
-        offset: Of the box in the piece, by dimension; None for the piece as a whole.
-        shape: Of the box; None for the piece as a whole.
+        part: The stored part.
+        offset: Of the box in the part, by dimension; None for the part as a whole.
+        shape: Of the box; None for the part as a whole.
     """
 
     name: str
+    key: str
     dtype: str
-    piece: Piece
+    part: Part
     offset: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
 
 
-def expected_entries(manifest: Manifest) -> dict[str, dict[str, Box]]:
-    """Return the entries that a manifest describes, by file and key. Pure."""
-    by_file: dict[str, dict[str, Box]] = {name: {} for name in manifest.files}
-    for name, one in manifest.tensors.items():
-        for piece in one.pieces:
-            by_file[piece.file][piece.key] = Box(name, one.dtype, piece)
-    return by_file
+def files_by_rank(manifest: Manifest) -> dict[int, list[str]]:
+    """List the files of tensors of each rank, in order. Pure."""
+    found: dict[int, list[str]] = {}
+    for name, file in sorted(manifest.files.items()):
+        found.setdefault(file.rank, []).append(name)
+    return found
+
+
+def all_boxes(manifest: Manifest) -> dict[int, dict[str, Box]]:
+    """Return all that ranks have written, by rank and key. Pure."""
+    found: dict[int, dict[str, Box]] = {file.rank: {} for file in manifest.files.values()}
+    for name, (dtype, _, parts) in manifest.tensors.items():
+        for part in parts:
+            key = entry_key(name, parts, part)
+            found[part.rank][key] = Box(name, key, dtype, part)
+    return found
 
 
 @contextmanager
 def open_tensor_file(
-    disk: Disk, folder: Folder, name: str, stored: StoredFile, expected: Mapping[str, Box]
+    disk: Disk, folder: Folder, name: str, stored: StoredFile
 ) -> Generator[TensorFile, None, None]:
-    """Open a file of a checkpoint, and verify its header against the manifest.
+    """Open a file of a checkpoint, and verify its header and its checksums against the manifest.
 
     Args:
         disk: To read from.
         folder: The checkpoint.
         name: Of the file.
         stored: The file in the manifest.
-        expected: The file's entries in the manifest, from ``expected_entries``.
 
     Raises:
-        DamagedCheckpointError: The file is missing, isn't a plain file, has another length, or its header
-            isn't what was written or not what the manifest says.
+        DamagedCheckpointError: The file is missing, isn't a plain file, has another length, or its header or
+            its checksums aren't what was written.
         OSError: It can't be read.
     """
     path = os.path.join(folder.path, name)
@@ -90,39 +113,52 @@ def open_tensor_file(
         ) from error
     try:
         if size != stored.size:
-            _damaged(path, name, f"it has {size} bytes, and {stored.size} were written")
+            raise _damage(path, name, f"it has {size} bytes, and {stored.size} were written")
         with naming(path):
             start = bytearray(min(size, 8))
             whole = read_exactly(disk, descriptor, memoryview(start), 0)
             head = bytearray(check_length(bytes(start), size, path))
             whole = whole and read_exactly(disk, descriptor, memoryview(head), 0)
         if not whole or zlib.crc32(head) != stored.header_crc32:
-            _damaged(path, name, "its header isn't what was written")
-        entries = check_safetensors_header(bytes(head), size, path).entries
-        odd = entries.keys() ^ expected.keys()
-        if odd:
-            listed = ", ".join(map(repr, sorted(odd)[:5]))
-            _damaged(path, name, f"it hasn't the tensors that the manifest says: {listed}")
-        for key, (tensor, dtype, piece, *_) in expected.items():
-            entry = entries[key]
-            try:
-                form = stored_form(dtype_from_name(dtype), piece.shape)
-            except ValueError:  # this torch has no such dtype
-                form = None
-            if form != entry[:2] or len(piece.crc32) != -(-(entry.stop - entry.start) // CHUNK_BYTES):
-                _damaged(
-                    path,
-                    name,
-                    f"tensor {leaf_path(tensor)!r} is {entry.dtype} {list(entry.shape)} in it, and {dtype} "
-                    f"{list(piece.shape)} with {len(piece.crc32)} checksums in the manifest",
-                )
-        yield TensorFile(name, path, descriptor, entries)
+            raise _damage(path, name, "its header isn't what was written")
+        entries = dict(check_safetensors_header(bytes(head), size, path).entries)
+        own = entries.pop(SUMS, None)
+        first = [0, *accumulate(num_chunks(entry.stop - entry.start) for entry in entries.values())]
+        if own is None or own.dtype != "U32" or own.shape != (first[-1],):
+            raise _damage(path, name, "it hasn't a checksum for each of its entries")
+        with naming(path):
+            sums = bytearray(own.stop - own.start)
+            whole = read_exactly(disk, descriptor, memoryview(sums), own.start)
+        if not whole or zlib.crc32(sums) != stored.sums_crc32:
+            raise _damage(path, name, "its checksums aren't what was written")
+        numbers = struct.unpack(f"<{first[-1]}I", sums)
+        yield TensorFile(name, path, descriptor, entries, numbers, dict(zip(entries, first, strict=False)))
     finally:
         disk.close(descriptor)
 
 
-def _damaged(path: str, name: str, why: str) -> NoReturn:
-    raise DamagedCheckpointError(
+def check_form(file: TensorFile, box: Box) -> None:
+    """Check that an entry has the dtype and shape that the manifest says.
+
+    Raises:
+        DamagedCheckpointError: It hasn't.
+    """
+    entry = file.entries[box.key]
+    try:
+        form = stored_form(dtype_from_name(box.dtype), box.part.shape)
+    except ValueError:  # this torch has no such dtype
+        form = None
+    if form != entry[:2]:
+        raise _damage(
+            file.path,
+            file.name,
+            f"tensor {leaf_path(box.name)!r} is {entry.dtype} {list(entry.shape)} in it, and {box.dtype} "
+            f"{list(box.part.shape)} in the manifest",
+        )
+
+
+def _damage(path: str, name: str, why: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
         f"{path} is damaged: {why}. Take another copy, or an older checkpoint.", name
     )
 
@@ -143,7 +179,7 @@ def read_boxes(
         disk: To read from.
         folder: The checkpoint.
         manifest: Of the checkpoint.
-        boxes: What to read, in any order, each within its piece.
+        boxes: What to read, in any order, each within its part.
         targets: Dense memory for each box, of its shape and dtype, on any device; None to only verify it.
 
     Raises:
@@ -154,35 +190,53 @@ def read_boxes(
     for device in {one.device for one in targets if one is not None and one.device.type != "cpu"}:
         # Threads copy outside of the program's stream, which may still use the memory.
         device_module(device.type).synchronize(device)
-    by_file: dict[str, list[int]] = {}
+    by_rank: dict[int, dict[str, list[int]]] = {}
     for index, box in enumerate(boxes):
-        by_file.setdefault(box.piece.file, []).append(index)
-    expected = expected_entries(manifest)
-    for name in sorted(by_file):
-        with open_tensor_file(disk, folder, name, manifest.files[name], expected[name]) as file:
-            # In the order of the file, which is that of the disk.
-            indices = sorted(by_file[name], key=lambda index: file.entries[boxes[index].piece.key].start)
-            chunks: list[_Chunk] = []
-            for index in indices:
-                box, target = boxes[index], targets[index]
-                entry = file.entries[box.piece.key]
-                start, stop = 0, entry.stop - entry.start
-                if box.shape and stop:
-                    row_bytes = stop // box.piece.shape[0]
-                    start = box.offset[0] * row_bytes if box.offset else 0
-                    stop = start + box.shape[0] * row_bytes
-                memory = memoryview(b"")
-                if target is not None:
-                    target = target.detach().view(SAME_SIZE[target.dtype.itemsize])
-                    is_rows = not box.shape or box.shape[1:] == box.piece.shape[1:]
-                    if is_rows and target.device.type == "cpu" and target.is_contiguous():
-                        memory, target = memory_of(target), None
-                chunks += _chunks(box, entry, start, stop, memory, target)
-            _read_chunks(disk, file, chunks)
+        by_rank.setdefault(box.part.rank, {}).setdefault(box.key, []).append(index)
+    files = files_by_rank(manifest)
+    for rank in sorted(by_rank):
+        todo = by_rank[rank]
+        for name in files[rank]:
+            if not todo:
+                break
+            with open_tensor_file(disk, folder, name, manifest.files[name]) as file:
+                found = [key for key in file.entries if key in todo]  # in the order of the disk
+                indices = [index for key in found for index in todo.pop(key)]
+                chunks: list[_Chunk] = []
+                for index in indices:
+                    check_form(file, boxes[index])
+                    chunks += _chunks_of(boxes[index], targets[index], file.entries[boxes[index].key])
+                _read_chunks(disk, file, chunks)
+        if todo:
+            raise lacking(folder, files[rank][0], todo)
+
+
+def lacking(folder: Folder, name: str, keys: Iterable[str]) -> DamagedCheckpointError:
+    """Return the error for a file whose entries aren't those that the manifest says."""
+    listed = ", ".join(map(repr, sorted(keys)[:5]))
+    return _damage(
+        os.path.join(folder.path, name), name, f"it hasn't the tensors that the manifest says: {listed}"
+    )
+
+
+def _chunks_of(box: Box, target: torch.Tensor | None, entry: Entry) -> Iterator[_Chunk]:
+    """Return the chunks of an entry that contain the rows of a box, and where its bytes go."""
+    start, stop = 0, entry.stop - entry.start
+    if box.shape and stop:
+        row_bytes = stop // box.part.shape[0]
+        start = box.offset[0] * row_bytes if box.offset else 0
+        stop = start + box.shape[0] * row_bytes
+    memory = memoryview(b"")
+    if target is not None:
+        target = target.detach().view(SAME_SIZE[target.dtype.itemsize])
+        is_rows = not box.shape or box.shape[1:] == box.part.shape[1:]
+        if is_rows and target.device.type == "cpu" and target.is_contiguous():
+            memory, target = memory_of(target), None
+    return _chunks(box, entry, start, stop, memory, target)
 
 
 def verify_tensor_file(
-    disk: Disk, folder: Folder, name: str, stored: StoredFile, expected: Mapping[str, Box]
+    disk: Disk, folder: Folder, name: str, stored: StoredFile, boxes: dict[str, Box]
 ) -> None:
     """Read a whole file and check every byte of it, with little memory.
 
@@ -191,17 +245,22 @@ def verify_tensor_file(
         folder: The checkpoint.
         name: Of the file.
         stored: The file in the manifest.
-        expected: Its entries in the manifest.
+        boxes: What its rank has written, by key, see :func:`all_boxes`. What is in this file is removed.
 
     Raises:
-        DamagedCheckpointError: A byte isn't what was written; with the file and the tensor.
+        DamagedCheckpointError: A byte isn't what was written, or an entry isn't what the manifest says; with
+            the file and the tensor.
         OSError: The file can't be read.
     """
-    with open_tensor_file(disk, folder, name, stored, expected) as file:
+    with open_tensor_file(disk, folder, name, stored) as file:
+        odd = [key for key in file.entries if key not in boxes]
+        if odd:
+            raise lacking(folder, name, odd)
         chunks: list[_Chunk] = []
         for key, entry in file.entries.items():
-            if key in expected:
-                chunks += _chunks(expected[key], entry, 0, entry.stop - entry.start, memoryview(b""), None)
+            box = boxes.pop(key)
+            check_form(file, box)
+            chunks += _chunks_of(box, None, entry)
         _read_chunks(disk, file, chunks)
 
 
@@ -234,13 +293,13 @@ def copy_elements(
     start: int,
     elements: torch.Tensor,
 ) -> None:
-    """Copy some elements of a piece, in their order, to where a box of the piece has them.
+    """Copy some elements of a part, in their order, to where a box of the part has them.
 
     Args:
         target: The box.
-        offset: Of the box in the piece.
-        shape: Of the piece.
-        start: Number of the first element in the piece.
+        offset: Of the box in the part.
+        shape: Of the part.
+        start: Number of the first element in the part.
         elements: Those from there on.
 
     >>> target = torch.zeros(2, 2)
@@ -297,7 +356,7 @@ def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
     spare = memoryview(b"")
     with naming(file.path):
         for box, number, start, stop, memory, first, target in batch:
-            offset = file.entries[box.piece.key].start
+            offset = file.entries[box.key].start
             crc32 = 0
             for place in range(start, stop, _READ_BYTES):
                 end = min(place + _READ_BYTES, stop)
@@ -308,18 +367,18 @@ def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
                     spare = spare or memoryview(bytearray(_READ_BYTES))
                     part = spare[: end - place]
                 if not read_exactly(disk, file.descriptor, part, offset + place):
-                    _damaged(file.path, file.name, "it became shorter while it was read")
+                    raise _damage(file.path, file.name, "it became shorter while it was read")
                 crc32 = zlib.crc32(part, crc32)
                 if place <= low < high <= end and high - low < end - place:
                     memory[low - first : high - first] = part[low - place : high - place]
                 if target is not None:
                     elements = torch.frombuffer(part, dtype=target.dtype)
-                    shape = box.piece.shape
+                    shape = box.part.shape
                     copy_elements(
                         target, box.offset or [0] * len(shape), shape, place // target.itemsize, elements
                     )
-            if crc32 != box.piece.crc32[number]:
-                _damaged(
+            if crc32 != file.sums[file.first[box.key] + number]:
+                raise _damage(
                     file.path,
                     file.name,
                     f"bytes {start} to {stop} of tensor {leaf_path(box.name)!r} aren't what was written",

@@ -26,22 +26,20 @@ from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.collect import (
     collect_state,
     contents,
-    held_from,
     held_of,
+    parse_boxes,
     parse_held,
     random_names,
 )
 from accelfn.checkpoint.commit import check_path, check_target
 from accelfn.checkpoint.document.encode import Encoded, encode
 from accelfn.checkpoint.keep import Keep
-from accelfn.checkpoint.manifest import (
-    Json,
-    leaf_path,
-)
+from accelfn.checkpoint.manifest import Json, Part, StoredTensor, entry_key, leaf_path
 from accelfn.checkpoint.plan import (
     Box,
+    Boxes,
+    Group,
     Held,
-    SavePlan,
     all_of,
     boxes_of,
     find_drift,
@@ -50,7 +48,7 @@ from accelfn.checkpoint.plan import (
 )
 from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import join_stages
-from accelfn.checkpoint.write import Job, begin_job, entry_key, write_job
+from accelfn.checkpoint.write import Job, begin_job, write_job
 from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, news, takes_context
 from accelfn.context.config import GuardMode
@@ -68,6 +66,7 @@ class _RankState(NamedTuple):
     random: Json
     tensors: Mapping[str, torch.Tensor]  # DTensors too
     held: Mapping[str, Held]
+    boxes: Boxes  # which parts of sharded tensors it holds, by layout
     random_held: Mapping[str, Held]
     sums: Mapping[str, tuple[int, ...]]  # checksums that are already known
     replicated: frozenset[str]  # names of tensors that must be equal on all ranks
@@ -322,15 +321,17 @@ def _write_alone(
     size: int = 1,
     step: int | None = None,
 ) -> Path:
-    described = held_of(encoded.tensors, {})
-    writes = tuple((name, name, None) for name in described)
+    described, _ = held_of(encoded.tensors, {})
     target = Path(os.path.abspath(os.fspath(path)))
     check_target(REAL_DISK, str(target))
     job = Job(
         directory=target,
         tree=encoded.document,
         random=random,
-        plan=SavePlan((writes, *[()] * (size - 1)), ({},) * size, described),
+        tensors={
+            name: StoredTensor(one.dtype, one.shape, (Part(0, (0,) * len(one.shape), one.shape),))
+            for name, one in described.items()
+        },
         step=step,
         size=size,
         entries=tuple((name, encoded.tensors[name], None) for name in described),
@@ -370,12 +371,14 @@ def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool
     random_content = contents(found.random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
     parts = {name: local_of(one) for name, one in found.tensors.items() if has_copies(one)}
     compares = compares and ctx.guard.check_replicas_before_saving
+    held, boxes = held_of(found.tensors, content)
     return _RankState(
         tree=found.tree,
         random=found.random,
         tensors={**found.tensors, **found.random_tensors},
-        held=held_of(found.tensors, content),
-        random_held=held_of(found.random_tensors, random_content),
+        held=held,
+        boxes=boxes,
+        random_held=held_of(found.random_tensors, random_content)[0],
         sums=sums,
         replicated=found.replicated,
         copies=contents(parts, sums, is_copied=is_copied) if compares else {},
@@ -407,35 +410,23 @@ def _agree_on(
     texts = phases.gather(f"begin {json.dumps(shown)}", json.dumps(summary), error)
     assert own is not None  # otherwise gather has raised
     ranks = [json.loads(text) for text in texts]
-    documents, held = [own.tree] * world.size, [own.held] * world.size
-    digests = [summary["details"] for summary in ranks]
-    if len(set(digests)) > 1:
-        # Only the first rank of each group of identical ranks, such as copies of a stage, sends its details.
-        first = [digests.index(digest) for digest in digests]
-        texts = phases.gather("details", details if first[world.rank] == world.rank else "")
-        parsed = [json.loads(texts[rank]) for rank in first]
-        documents = [part["tree"] for part in parsed]
-        held = [parse_held(part["held"]) for part in parsed]
-        if not options.allow_drift and ctx.guard.check_replicas_before_saving:
-            _refuse_drift(ctx, own, held, [part["replicated"] for part in parsed])
-    for rank, summary in enumerate(ranks):
-        values, numbers = cast("tuple[list[Any], list[int]]", summary["shards"])
-        different = [held_from(one) for one in values]
-        names = [name for name, one in held[rank].items() if one.boxes is not None]
-        shards = dict(zip(names, [different[number] for number in numbers], strict=True))
-        held[rank] = {**held[rank], **shards, **parse_held(summary["random_held"])}
-    # Only one copy of a shard that several ranks hold will be saved.
-    copies = [summary["copies"] for summary in ranks]
-    _raise_drift(
-        copies, [{name: of[name].boxes or () for name in some} for some, of in zip(copies, held, strict=True)]
-    )
-    plan = plan_save(held)
-    trees = [renamed(document, names) for document, names in zip(documents, plan.names, strict=True)]
+    groups, trees, replicated = _group_ranks(phases, own, details, ranks)
+    if not options.allow_drift and ctx.guard.check_replicas_before_saving:
+        _refuse_drift(ctx, own, groups, replicated)
+    _refuse_different_copies(phases, own, ranks, groups)
+    randoms = [Group((rank,), parse_held(one["random_held"]), ((),)) for rank, one in enumerate(ranks)]
+    plan = plan_save(world.size, [*groups, *randoms])
+    tree_names, random_names_of = plan.names[: len(groups)], plan.names[len(groups) :]
+    trees = [renamed(tree, names) for tree, names in zip(trees, tree_names, strict=True)]
+    by_rank: list[Json] = [None] * world.size
+    for group, tree in zip(groups, trees, strict=True):
+        for rank in group.ranks:
+            by_rank[rank] = tree
     if own.staged and ctx.mesh is not None:
         mesh = ctx.mesh.plan
-        groups = sorted({mesh.group(rank, "pp") for rank in range(world.size)})
-        join_stages(trees, groups, own.staged, own.order)
-    randoms = [renamed(summary["random"], names) for summary, names in zip(ranks, plan.names, strict=True)]
+        stages = sorted({mesh.group(rank, "pp") for rank in range(world.size)})
+        by_rank = join_stages(by_rank, stages, own.staged, own.order)
+    random = [renamed(one["random"], names) for one, names in zip(ranks, random_names_of, strict=True)]
     metric = options.metric
     return Job(
         directory=path,
@@ -445,24 +436,90 @@ def _agree_on(
         rank=world.rank,
         threads=max(1, (os.cpu_count() or 1) // world.local_size),
         size=world.size,
-        tree=join_documents(trees),
-        random=join_documents(randoms),
-        plan=plan,
+        tree=join_documents(by_rank),
+        random=join_documents(random),
+        tensors=plan.tensors,
         files=files,
         any_files=any(summary["files"] for summary in ranks),
         entries=tuple(
-            (entry_key(stored, box, plan.tensors), local_of(own.tensors[name]), own.sums.get(name))
-            for stored, name, box in plan.writes[world.rank]
+            (
+                entry_key(stored, plan.tensors[stored].parts, part),
+                local_of(own.tensors[plan.plain[stored]]),
+                own.sums.get(plan.plain[stored]),
+            )
+            for stored, part in plan.written_by(world.rank)
         ),
     )
 
 
+def _summarise(own: _RankState) -> tuple[dict[str, Any], str]:
+    """Return what the other ranks always need, and what they need only if ranks differ.
+
+    The first doesn't grow with the tensors: it has parts and digests by layout.
+    """
+    details = json.dumps({"tree": own.tree, "held": own.held, "replicated": sorted(own.replicated)})
+    names: dict[int | None, list[str]] = {}
+    for name in own.copies:
+        names.setdefault(own.held[name].layout, []).append(name)
+    summary = {
+        "details": hashlib.sha256(details.encode()).hexdigest(),
+        "boxes": own.boxes,
+        "random": own.random,
+        "random_held": own.random_held,
+        # Of each layout of which other ranks hold the same parts: its number, and digests of its tensors.
+        "copies": [
+            [layout, _digest(some), _digest([own.copies[name] for name in some])]
+            for layout, some in names.items()
+        ],
+    }
+    return summary, details
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:32]
+
+
+def _group_ranks(
+    phases: CollectivePhases, own: _RankState, details: str, ranks: Sequence[Any]
+) -> tuple[list[Group], list[Json], list[Sequence[str]]]:
+    """Return the groups of ranks that hold the same; of each the tree, and which tensors must be equal.
+
+    Args:
+        phases: Of the save.
+        own: The state of this rank.
+        details: Of this rank.
+        ranks: The summaries of all ranks.
+    """
+    by_digest: dict[str, list[int]] = {}
+    for rank, one in enumerate(ranks):
+        by_digest.setdefault(one["details"], []).append(rank)
+    boxes = [parse_boxes(one["boxes"]) for one in ranks]
+    members = [*by_digest.values()]
+
+    def group(numbers: Sequence[int], held: Mapping[str, Held]) -> Group:
+        return Group(tuple(numbers), held, [boxes[rank] for rank in numbers])
+
+    if len(members) == 1:
+        return [group(members[0], own.held)], [own.tree], [sorted(own.replicated)]
+    # Only the first rank of each group, such as of copies of a stage, sends its details.
+    is_first = any(numbers[0] == phases.ctx.rank for numbers in members)
+    texts = phases.gather("details", details if is_first else "")
+    parsed = [json.loads(texts[numbers[0]]) for numbers in members]
+    return (
+        [group(numbers, parse_held(one["held"])) for numbers, one in zip(members, parsed, strict=True)],
+        [one["tree"] for one in parsed],
+        [one["replicated"] for one in parsed],
+    )
+
+
 def _refuse_drift(
-    ctx: Context, own: _RankState, held: Sequence[Mapping[str, Held]], replicated: Sequence[Sequence[str]]
+    ctx: Context, own: _RankState, groups: Sequence[Group], replicated: Sequence[Sequence[str]]
 ) -> None:
     """Raise if replicas differ. Which leaves differ is already known, so only those are compared again."""
+    if len(groups) == 1:
+        return
     names = set(replicated[0]).intersection(*replicated[1:])
-    drifted = [name for name in sorted(names) if len({tensors[name] for tensors in held}) > 1]
+    drifted = [name for name in sorted(names) if len({group.held[name] for group in groups}) > 1]
     if drifted:
         leaves = {leaf_path(name): local_of(own.tensors[name]) for name in drifted}
         paths = {f"tree[{path!r}]": path for path in leaves}
@@ -478,10 +535,37 @@ def _refuse_drift(
                 )
             raise error from None
     # Along "pp", ranks have different tensors, which check_replicas doesn't compare, and some equal ones.
-    mine = [{name: tensors[name] for name in of} for of, tensors in zip(replicated, held, strict=True)]
+    values: dict[str, set[tuple[str, str]]] = {}
+    for group, some in zip(groups, replicated, strict=True):
+        for name in some:
+            values.setdefault(name, set()).add((group.held[name].dtype, group.held[name].content))
+    mine: list[dict[str, Held]] = [{} for _ in range(ctx.num_processes)]
+    for group, some in zip(groups, replicated, strict=True):
+        different = {name: group.held[name] for name in some if len(values[name]) > 1}
+        for rank in group.ranks:
+            mine[rank] = different
     _raise_drift(
         [{name: f"{one.dtype} {one.content}" for name, one in of.items()} for of in mine],
         [{name: [all_of(one.shape)] for name, one in of.items()} for of in mine],
+    )
+
+
+def _refuse_different_copies(
+    phases: CollectivePhases, own: _RankState, ranks: Sequence[Any], groups: Sequence[Group]
+) -> None:
+    """Raise if ranks hold the same part of a tensor with different values: only one of them is saved."""
+    digests: dict[tuple[object, ...], set[str]] = {}
+    for group in groups:
+        for rank, boxes in zip(group.ranks, group.boxes, strict=True):
+            for layout, names, content in ranks[rank]["copies"]:
+                digests.setdefault((names, boxes[layout]), set()).add(content)
+    if all(len(some) == 1 for some in digests.values()):
+        return
+    shown = {name: [own.boxes[cast("int", own.held[name].layout)], text] for name, text in own.copies.items()}
+    found = [json.loads(text) for text in phases.gather("copies", json.dumps(shown))]
+    _raise_drift(
+        [{name: text for name, (_, text) in one.items()} for one in found],
+        [{name: parse_boxes([boxes])[0] for name, (boxes, _) in one.items()} for one in found],
     )
 
 
@@ -490,21 +574,3 @@ def _raise_drift(copies: Sequence[Mapping[str, str]], boxes: Sequence[Mapping[st
     rows = find_drift(copies, boxes)
     if rows:
         raise ReplicaDriftError("save_state", rows)
-
-
-def _summarise(own: _RankState) -> tuple[dict[str, Any], str]:
-    """Return what the other ranks always need, and what they need only if ranks differ."""
-    # Most shards are like others but for their names, which the details have, in this order.
-    different: dict[Held, int] = {}
-    shards = [one for one in own.held.values() if one.boxes is not None]
-    numbers = [different.setdefault(one, len(different)) for one in shards]
-    plain = {name: one if one.boxes is None else one._replace(boxes=()) for name, one in own.held.items()}
-    details = json.dumps({"tree": own.tree, "held": plain, "replicated": sorted(own.replicated)})
-    summary = {
-        "details": hashlib.sha256(details.encode()).hexdigest(),
-        "shards": [[*different], numbers],
-        "random": own.random,
-        "random_held": own.random_held,
-        "copies": own.copies,
-    }
-    return summary, details

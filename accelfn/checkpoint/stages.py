@@ -7,6 +7,7 @@ rank's objects. So a checkpoint of any layout fits any other, and the rank that 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -44,28 +45,46 @@ def join_stages(
     groups: Sequence[Sequence[int]],
     staged: Mapping[str, WholeModel | None],
     order: Mapping[str, int],
-) -> None:
-    """Join the states of models and optimizers over the ranks along "pp". Writes into ``documents``.
+) -> list[Json]:
+    """Join the states of models and optimizers over the ranks along "pp". Pure.
 
     Args:
-        documents: Of all ranks, in rank order.
+        documents: Of all ranks, in rank order; ranks may share one.
         groups: The ranks along "pp", for each position on the other axes.
         staged: The complete model by its path; None for an optimizer.
         order: Position of each parameter in the complete models, by name.
 
+    Returns:
+        The documents of all ranks. Groups of ranks that shared documents share them.
+
     Raises:
         CheckpointError: An optimizer has parameters of no model in the tree.
     """
+    known: dict[tuple[int, ...], list[Json]] = {}
+    result = list(documents)
     for group in groups:
-        by_rank = [dict(_objects(documents[rank])) for rank in group]
-        for path, whole in staged.items():
-            nodes = [objects[path] for objects in by_rank]
-            states: list[_Node] = [node["state"] for node in nodes]
-            if all(state == states[0] for state in states):
-                continue  # every stage has the complete state
-            joined = _join_optimizers(path, states, order) if whole is None else _join_models(states, whole)
-            for node in nodes:
-                node["state"] = joined
+        key = tuple(id(documents[rank]) for rank in group)
+        if key not in known:
+            known[key] = [copy.deepcopy(documents[rank]) for rank in group]
+            _join(known[key], staged, order)
+        for rank, document in zip(group, known[key], strict=True):
+            result[rank] = document
+    return result
+
+
+def _join(
+    documents: Sequence[Json], staged: Mapping[str, WholeModel | None], order: Mapping[str, int]
+) -> None:
+    """Join the states of all stages, in place."""
+    by_stage = [dict(_objects(document)) for document in documents]
+    for path, whole in staged.items():
+        nodes = [objects[path] for objects in by_stage]
+        states: list[_Node] = [node["state"] for node in nodes]
+        if all(state == states[0] for state in states):
+            continue  # every stage has the complete state
+        joined = _join_optimizers(path, states, order) if whole is None else _join_models(states, whole)
+        for node in nodes:
+            node["state"] = joined
 
 
 def _objects(node: Json, path: str = "") -> Iterator[tuple[str, _Node]]:

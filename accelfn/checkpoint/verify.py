@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from accelfn.checkpoint.commit import find_extra
 from accelfn.checkpoint.find import OpenCheckpoint, check_names, read_checkpoint
 from accelfn.checkpoint.manifest import MANIFEST, Attachment
-from accelfn.checkpoint.read import checksums, expected_entries, verify_tensor_file
+from accelfn.checkpoint.read import all_boxes, checksums, files_by_rank, lacking, verify_tensor_file
 from accelfn.errors import DamagedCheckpointError
 from accelfn.storage.disk import REAL_DISK, Disk, Folder, naming, open_regular
 
@@ -151,7 +151,7 @@ _Row: TypeAlias = "tuple[FileReport, DamagedCheckpointError | None]"
 
 def _check_each(disk: Disk, checkpoint: OpenCheckpoint) -> list[_Row]:
     manifest, folder = checkpoint.manifest, checkpoint.folder
-    expected = expected_entries(manifest)
+    boxes = all_boxes(manifest)
     there = set(disk.names(folder))
 
     def size_of(name: str) -> int:
@@ -166,8 +166,14 @@ def _check_each(disk: Disk, checkpoint: OpenCheckpoint) -> list[_Row]:
         rows.append((FileReport(name, size, str(error or "")), error))
 
     rows: list[_Row] = [(FileReport(MANIFEST, size_of(MANIFEST)), None)]
-    for name, file in sorted(manifest.files.items()):
-        check(name, file.size, partial(verify_tensor_file, disk, folder, name, file, expected[name]))
+    for rank, names in files_by_rank(manifest).items():
+        begin, left = len(rows), boxes[rank]
+        for name in names:
+            file = manifest.files[name]
+            check(name, file.size, partial(verify_tensor_file, disk, folder, name, file, left))
+        if left and not any(error for _, error in rows[begin:]):
+            row, missing = rows[-1][0], lacking(folder, names[-1], left)
+            rows[-1] = row._replace(error=str(missing)), missing
     for name, stored in sorted(manifest.attachments.items()):
         check(name, stored.size, partial(check_attachment, disk, folder, name, stored))
     extra = find_extra(disk, checkpoint.path, there, manifest)

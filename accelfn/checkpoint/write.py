@@ -26,20 +26,7 @@ from accelfn.checkpoint.commit import (
     write_manifest,
 )
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
-from accelfn.checkpoint.manifest import (
-    Attachment,
-    Json,
-    Manifest,
-    Piece,
-    StoredFile,
-    StoredTensor,
-)
-from accelfn.checkpoint.plan import (
-    Box,
-    Held,
-    SavePlan,
-    all_of,
-)
+from accelfn.checkpoint.manifest import Attachment, Json, Manifest, StoredFile, StoredTensor
 from accelfn.comm import catch
 from accelfn.errors import CheckpointError
 from accelfn.storage.disk import Disk
@@ -58,7 +45,7 @@ class Job(NamedTuple):
 
     directory: Path
     tree: Json
-    plan: SavePlan
+    tensors: Mapping[str, StoredTensor]
     entries: tuple[_Entry, ...]
     threads: int  # so that the ranks of a machine together use its cores
     step: int | None = None
@@ -81,16 +68,6 @@ class Begun(NamedTuple):
 
     save: OpenSave | None
     suffix: str
-
-
-def entry_key(stored: str, box: Box | None, tensors: Mapping[str, Held]) -> str:
-    """Return the key of an entry: the tensor's name, with the offset of its box if it is sharded."""
-    if box is None:
-        return stored
-    key = f"{stored}@{','.join(map(str, box.offset))}"
-    while key in tensors:  # a tensor that has this name
-        key += "'"
-    return key
 
 
 def begin_job(job: Job, phases: Phases, disk: Disk) -> Begun:
@@ -179,7 +156,7 @@ def _end_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Path:
 
 
 def _write_tensors(job: Job, disk: Disk, suffix: str) -> list[Any]:
-    """Write this rank's tensors; return for each file its name, size, and checksums of header and entries."""
+    """Write this rank's tensors; return for each file its name, and what the manifest says of it."""
     parts = _deal(job.entries, job.threads)
 
     def write(number: int) -> list[Any]:
@@ -189,8 +166,8 @@ def _write_tensors(job: Job, disk: Disk, suffix: str) -> list[Any]:
             new_entry(key, tensor) if sums is None else new_entry(key, tensor)._replace(crc32=sums)
             for key, tensor, sums in parts[number]
         ]
-        written = write_tensors(disk, os.path.join(job.directory, name), entries, {"format": "pt"})
-        return [name, written.size, written.header_crc32, dict(written.crc32)]
+        path = os.path.join(job.directory, name)
+        return [name, job.rank, *write_tensors(disk, path, entries, {"format": "pt"}, has_sums=True)]
 
     if len(parts) < 2:
         return [write(number) for number in range(len(parts))]
@@ -230,25 +207,11 @@ def _write_all(job: Job, disk: Disk, save: OpenSave | None, suffix: str) -> list
 
 def _manifest(job: Job, results: Sequence[str]) -> Manifest:
     ranks: list[Any] = [json.loads(text) for text in results]
-    files: dict[str, StoredFile] = {}
-    pieces: dict[str, list[Piece]] = {}
-    tensors = job.plan.tensors
-    for (written, _), writes in zip(ranks, job.plan.writes, strict=True):
-        entries = {key: (name, sums) for name, _, _, by_key in written for key, sums in by_key.items()}
-        for stored, _, box in writes:
-            offset, shape = box or all_of(tensors[stored].shape)
-            key = entry_key(stored, box, tensors)
-            file, sums = entries[key]
-            pieces.setdefault(stored, []).append(Piece(file, key, offset, shape, tuple(sums)))
-        files.update({name: StoredFile(size, header_crc32) for name, size, header_crc32, _ in written})
     attached = ranks[0][1]
     return Manifest(
         tree=job.tree,
-        tensors={
-            name: StoredTensor(tensors[name].dtype, tensors[name].shape, tuple(boxes))
-            for name, boxes in pieces.items()
-        },
-        files=files,
+        tensors=job.tensors,
+        files={name: StoredFile(*fields) for written, _ in ranks for name, *fields in written},
         attachments={name: Attachment(size, tuple(sums)) for name, (size, sums) in attached.items()},
         random=job.random,
         # From the checksums of everything written, so that equal states give equal bytes.

@@ -12,19 +12,10 @@ import torch
 
 from accelfn.checkpoint.background import CollectivePhases, paused_collection
 from accelfn.checkpoint.by_rank import join_documents, renamed
-from accelfn.checkpoint.collect import collect_state, contents, parse_held
-from accelfn.checkpoint.manifest import Json, Manifest, Piece, StoredTensor
-from accelfn.checkpoint.plan import (
-    Box,
-    Held,
-    Overlap,
-    all_of,
-    boxes_from,
-    find_holders,
-    find_overlaps,
-    memory_for,
-    part_of,
-)
+from accelfn.checkpoint.collect import collect_state, contents, parse_boxes, parse_held
+from accelfn.checkpoint.manifest import Json, Manifest, Part, StoredTensor
+from accelfn.checkpoint.overlaps import Known, Overlap, find_overlaps, memory_for, part_of
+from accelfn.checkpoint.plan import Box, Boxes, Group, Held, all_of, boxes_from, find_holders
 from accelfn.checkpoint.restore import Read, ReadPlan, begin_load, plan_read, restore
 from accelfn.checkpoint.stages import join_stages
 from accelfn.comm import catch
@@ -62,6 +53,7 @@ class _Holder(NamedTuple):
     tree: Json
     random: Json
     held: Mapping[str, Held]
+    boxes: Boxes
 
 
 def choose_snapshot(offers: Iterable[Offer]) -> Key | None:
@@ -120,23 +112,26 @@ def restore_snapshot(ctx: Context, memory: Memory, state: T) -> T | None:
     texts = phases.gather("shares", json.dumps(described), error)
     holders = _choose_holders([json.loads(text) for text in texts])
 
-    def plan() -> tuple[Manifest, ReadPlan, dict[str, list[Overlap]]]:
-        manifest = _manifest(ctx, state, key, holders)
+    def plan() -> tuple[Manifest, Mapping[str, str], ReadPlan, dict[str, list[Overlap]]]:
+        manifest, plain = _manifest(ctx, state, key, holders)
         wanted = plan_read(ctx, state, request, manifest, f"the snapshot of step {key.step}")
-        named = wanted.wanted.items()
-        return manifest, wanted, {name: find_overlaps(manifest.tensors[name], one) for name, one in named}
+        known: Known = {}
+        overlaps = {
+            name: find_overlaps(manifest.tensors[name], one, known) for name, one in wanted.wanted.items()
+        }
+        return manifest, plain, wanted, overlaps
 
     with paused_collection():
         planned, error = catch(plan)
         phases.gather("plan", "", error)
         assert planned is not None
-        manifest, wanted, overlaps = planned
+        manifest, plain, wanted, overlaps = planned
         mine = {
             number: (shares if holder.owner in shares else copies)[holder.owner].tensors
             for number, holder in enumerate(holders)
             if holder.rank == ctx.rank
         }
-        parts = _fetch(ctx, phases, overlaps, holders, mine)
+        parts = _fetch(ctx, phases, overlaps, plain, holders, mine)
         tensors: dict[str, torch.Tensor] = {}
         for name, laps in overlaps.items():
             tensors[name] = memory_for(manifest.tensors[name], wanted.wanted[name])
@@ -154,9 +149,9 @@ def _nothing_is_left(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _offer(share: Share) -> Offer:
     sharded = {
-        name: (one.shape, one.boxes)
+        name: (one.shape, share.boxes[one.layout])
         for name, one in share.held.items()
-        if one.boxes is not None and (not share.is_copy or name in share.tensors)
+        if one.layout is not None and (not share.is_copy or name in share.tensors)
     }
     return Offer(share.key, share.owner, share.size, share.needs_all, sharded)
 
@@ -170,44 +165,51 @@ def _parse_offer(lists: Sequence[Any]) -> Offer:
 def _describe(share: Share) -> list[Any]:
     """Describe a share with the digests of its unsharded tensors, which tell whether ranks had equal ones."""
     held = {name: one for name, one in share.held.items() if name in share.tensors}
-    whole = {name: share.tensors[name] for name, one in held.items() if one.boxes is None}
+    whole = {name: share.tensors[name] for name, one in held.items() if one.layout is None}
     digests = contents(whole, {}, is_copied=False)
     held = {name: one._replace(content=digests.get(name, "")) for name, one in held.items()}
-    return [share.owner, share.is_copy, share.stages, share.tree, share.random, held]
+    return [share.owner, share.is_copy, share.stages, share.tree, share.random, held, share.boxes]
 
 
 def _choose_holders(ranks: Sequence[Sequence[Any]]) -> list[_Holder]:
     """Choose who gives the share of each rank that took the snapshot: itself, or the neighbour. Pure."""
     found: dict[int, tuple[bool, _Holder]] = {}
     for rank, shares in enumerate(ranks):
-        for owner, is_copy, stages, tree, random, held in shares:
-            holder = _Holder(rank, owner, tuple(stages), tree, random, parse_held(held))
+        for owner, is_copy, stages, tree, random, held, boxes in shares:
+            described = parse_held(held), parse_boxes(boxes)
+            holder = _Holder(rank, owner, tuple(stages), tree, random, *described)
             if owner not in found or (found[owner][0] and not is_copy):
                 found[owner] = (is_copy, holder)
     return [found[owner][1] for owner in sorted(found)]
 
 
-def _manifest(ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]) -> Manifest:
-    """Return the manifest of the snapshot: each rank's share is a file, by its number among ``holders``."""
-    versions, names_of = find_holders([holder.held for holder in holders])
+def _manifest(
+    ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]
+) -> tuple[Manifest, Mapping[str, str]]:
+    """Return the manifest of the snapshot, where ranks are numbers of ``holders``.
+
+    Returns:
+        The manifest; and the name of each tensor on those that hold it, by stored name.
+    """
+    groups = [Group((number,), holder.held, [holder.boxes]) for number, holder in enumerate(holders)]
+    versions, names_of = find_holders(groups)
     trees = [renamed(holder.tree, names) for holder, names in zip(holders, names_of, strict=True)]
     groups = sorted({holder.stages for holder in holders})
     if len(groups[0]) > 1:
         found = collect_state(ctx, state, "run_elastic")
         places = {holder.owner: number for number, holder in enumerate(holders)}
         numbers = [[places[owner] for owner in group] for group in groups]
-        join_stages(trees, numbers, found.staged, found.order)
+        trees = join_stages(trees, numbers, found.staged, found.order)
     turns = itertools.count()
     tensors: dict[str, StoredTensor] = {}
-    for stored, (name, tensor, holders_of) in versions.items():
-        pieces: list[Piece] = []
-        for part, having in holders_of.items():
-            offset, shape = part or all_of(tensor.shape)
-            number = _nearest(having, holders, ctx.rank, next(turns))
-            pieces.append(Piece(str(number), name, offset, shape, ()))
-        tensors[stored] = StoredTensor(tensor.dtype, tensor.shape, tuple(pieces))
+    for stored, (_, tensor, holders_of) in versions.items():
+        parts = tuple(
+            Part(_nearest(having, holders, ctx.rank, next(turns)), *(box or all_of(tensor.shape)))
+            for box, having in holders_of.items()
+        )
+        tensors[stored] = StoredTensor(tensor.dtype, tensor.shape, parts)
     randoms = [renamed(holder.random, names) for holder, names in zip(holders, names_of, strict=True)]
-    return Manifest(
+    manifest = Manifest(
         tree=join_documents(trees),
         tensors=tensors,
         files={},
@@ -215,6 +217,7 @@ def _manifest(ctx: Context, state: Any, key: Key, holders: Sequence[_Holder]) ->
         step=key.step,
         world_size=len(holders),
     )
+    return manifest, {stored: version.name for stored, version in versions.items()}
 
 
 def _nearest(numbers: Sequence[int], holders: Sequence[_Holder], rank: int, turn: int) -> int:
@@ -239,6 +242,7 @@ def _fetch(
     ctx: Context,
     phases: CollectivePhases,
     overlaps: Mapping[str, Sequence[Overlap]],
+    plain: Mapping[str, str],
     holders: Sequence[_Holder],
     mine: Mapping[int, Mapping[str, torch.Tensor]],
 ) -> dict[str, list[torch.Tensor]]:
@@ -249,13 +253,13 @@ def _fetch(
     for name, laps in overlaps.items():
         parts[name] = []
         for lap in laps:
-            request = _Request(int(lap.piece.file), lap.piece.key, lap.offset, lap.shape)
+            request = _Request(lap.part.rank, plain[name], lap.offset, lap.shape)
             holder = holders[request.number]
             if holder.rank == ctx.rank:
                 part = contiguous_copy(_part(mine, request))
             else:
                 dtype = dtype_from_name(holder.held[request.name].dtype)
-                part = torch.empty(lap.shape or lap.piece.shape, dtype=dtype, device="cpu")
+                part = torch.empty(lap.shape or lap.part.shape, dtype=dtype, device="cpu")
                 asked[holder.rank].append(request)
                 incoming[holder.rank].append(part)
             parts[name].append(part)

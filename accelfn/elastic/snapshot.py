@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.checkpoint.background import HostMemory, views_in
-from accelfn.checkpoint.collect import Collected, collect_state, held_of, parse_held
+from accelfn.checkpoint.collect import Collected, collect_state, held_of, parse_boxes, parse_held
 from accelfn.checkpoint.document.compare import match
 from accelfn.checkpoint.manifest import Json
-from accelfn.checkpoint.plan import Held, has_copies
+from accelfn.checkpoint.plan import Boxes, Held, has_copies
 from accelfn.comm import Call, catch, count_call, gather_bytes
 from accelfn.context import Context, World, takes_context
 from accelfn.context.world import GroupOwner
@@ -54,7 +54,8 @@ class Share(NamedTuple):
         stages: The ranks along "pp" of the owner.
         tree: Document of the tree.
         random: Document of the random states.
-        held: What of each tensor it held.
+        held: The tensors that it held, or held parts of.
+        boxes: Which parts, by layout.
         tensors: The tensors, on the host; of a sharded one the part that it held.
     """
 
@@ -67,6 +68,7 @@ class Share(NamedTuple):
     tree: Json
     random: Json
     held: Mapping[str, Held]
+    boxes: Boxes
     tensors: Mapping[str, torch.Tensor]
 
 
@@ -178,6 +180,7 @@ class Memory:
         copies = dict(zip(shared, slot.shared.copies(list(shared.values())), strict=True))
         copies |= dict(zip(alone, slot.alone.copies(list(alone.values())), strict=True))
         mesh = None if ctx.mesh is None else ctx.mesh.plan
+        held, boxes = held_of({**found.tensors, **found.random_tensors}, {})
         slot.own = Share(
             key=Key(self.step, self._generation),
             owner=ctx.rank,
@@ -187,7 +190,8 @@ class Memory:
             stages=(ctx.rank,) if mesh is None else mesh.group(ctx.rank, "pp"),
             tree=found.tree,
             random=found.random,
-            held=held_of({**found.tensors, **found.random_tensors}, {}),
+            held=held,
+            boxes=boxes,
             tensors=copies,
         )
         self._turn = 1 - self._turn
@@ -340,9 +344,9 @@ def _exchange(side: Context, slot: _Slot, names: Sequence[str], shift: int, *, n
 def _parse(text: torch.Tensor, memory: torch.Tensor) -> Share:
     """Return the share of a neighbour, from its JSON in bytes and the memory of its tensors."""
     described = json.loads(bytes(text.numpy()))
-    (key, owner, size, _, needs_all, stages, tree, random, held, _), *names = described
-    described = parse_held(held)
-    like = [_like(described[name]) for name in names]
+    (key, owner, size, _, needs_all, stages, tree, random, held, boxes, _), *names = described
+    described, boxes = parse_held(held), parse_boxes(boxes)
+    like = [_like(described[name], boxes) for name in names]
     tensors = dict(zip(names, views_in(memory, like), strict=True))
     return Share(
         Key(*key),
@@ -354,11 +358,13 @@ def _parse(text: torch.Tensor, memory: torch.Tensor) -> Share:
         tree=tree,
         random=random,
         held=described,
+        boxes=boxes,
         tensors=tensors,
     )
 
 
-def _like(one: Held) -> torch.Tensor:
+def _like(one: Held, boxes: Boxes) -> torch.Tensor:
     """Return a tensor without data, of the shape that a rank holds."""
-    shape = one.boxes[0].shape if one.boxes else one.shape
+    own = () if one.layout is None else boxes[one.layout]
+    shape = own[0].shape if own else one.shape
     return torch.empty(shape, dtype=dtype_from_name(one.dtype), device="meta")

@@ -84,14 +84,14 @@ def storage_order(forms: Iterable[Form]) -> list[Form]:
 
 def _in_order(forms: Iterable[Form]) -> list[tuple[bool, int, str, Form, int | None]]:
     """Sort tensors as :func:`storage_order`; return by what each is sorted, then itself, and its size."""
-    sized = ((form, _size(form[1], form[2])) for form in forms)
+    sized = ((form, size_of(form[1], form[2])) for form in forms)
     return sorted(
         ((size or 0) % _ALIGNMENT != 0, -_BITS.get(form[1], 0), form[0], form, size) for form, size in sized
     )
 
 
 def format_header(
-    forms: Iterable[Form], metadata: Mapping[str, str], *, fill: bool = False
+    forms: Iterable[Form], metadata: Mapping[str, str], *, fill: bool = False, last: Form | None = None
 ) -> tuple[bytes, dict[str, Entry]]:
     """Format the header of a file, up to the first tensor's bytes, which begin at a multiple of 64.
 
@@ -101,6 +101,7 @@ def format_header(
         fill: Make all tensors begin at multiples of 64, with padding entries between them, which readers see
             as tensors (``".fill1"``; no module has such a name). So only for files that no other program
             reads.
+        last: One more tensor, which comes after all others.
 
     Returns:
         The bytes, and the entry of each tensor by name, in the order of :func:`storage_order`.
@@ -112,7 +113,8 @@ def format_header(
     places: dict[str, Entry] = {}
     fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for _, _, _, (key, dtype, shape), size in _in_order(forms):
+    in_order = [*_in_order(forms), *(() if last is None else _in_order([last]))]
+    for _, _, _, (key, dtype, shape), size in in_order:
         if size is None or key in places or key == "__metadata__":
             raise ValueError(
                 f"{key!r} can't be stored as {dtype!r} {list(shape)}: it needs a unique name, a dtype of "
@@ -229,14 +231,14 @@ def _entry(key: str, fields: Any, place: str) -> Entry:
         whole = True
         for number in (*shape, start, stop):  # a generator would take twice as long
             whole = whole and type(number) is int and 0 <= number <= _MAX_BYTES
-        if whole and len(fields) == 3 and stop - start == _size(dtype, shape):
+        if whole and len(fields) == 3 and stop - start == size_of(dtype, shape):
             return Entry(dtype, tuple(shape), start, stop)
     except (TypeError, KeyError, ValueError):
         pass
     return _refuse(place, f"tensor {key!r} isn't a dtype, a shape and data_offsets that fit: {fields!r:.200}")
 
 
-def _size(dtype: str, shape: Sequence[int]) -> int | None:
+def size_of(dtype: str, shape: Sequence[int]) -> int | None:
     """Return the size of a tensor in bytes; None if that isn't a whole number or doesn't fit 64 bits."""
     if dtype not in _BITS:
         return None

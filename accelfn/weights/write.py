@@ -7,6 +7,7 @@ checksums cost little.
 from __future__ import annotations
 
 import ctypes
+import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -16,10 +17,13 @@ import torch
 from accelfn.storage.disk import Disk, naming, write_all
 from accelfn.tree.digest import split_flat
 from accelfn.weights.dtypes import stored_form
-from accelfn.weights.header import Entry, format_header
+from accelfn.weights.header import Entry, format_header, size_of
 
 # A checksum covers at most this many bytes, so that a rank that needs part of a tensor verifies little more.
 CHUNK_BYTES = 1 << 26
+# The last entry of a file with checksums: uint32, little endian, of each ``CHUNK_BYTES`` of each other entry,
+# in the order of the file. No leaf of a tree has this name, in which ``~`` would be escaped.
+SUMS = "~crc32"
 # Bytes taken from a tensor at a time: a divisor of CHUNK_BYTES.
 _SLICE_BYTES = 1 << 24
 # Bytes hashed at a time: few enough to be still in the cache when they are written, or after they were read.
@@ -28,6 +32,11 @@ _CACHED_BYTES = 1 << 20
 _SMALL_BYTES = 1 << 18
 # Elements of a non-contiguous tensor copied at a time: the index of each needs eight bytes meanwhile.
 _PIECE_ELEMENTS = 1 << 18
+
+
+def num_chunks(size: int) -> int:
+    """Return how many checksums an entry of so many bytes has."""
+    return -(-size // CHUNK_BYTES)
 
 
 class NewEntry(NamedTuple):
@@ -55,12 +64,12 @@ class Written(NamedTuple):
     Attributes:
         size: In bytes.
         header_crc32: Of the header's length and the header.
-        crc32: By key, of each ``CHUNK_BYTES`` of the entry, in order.
+        sums_crc32: Of the entry :data:`SUMS`; 0 without one.
     """
 
     size: int
     header_crc32: int
-    crc32: Mapping[str, tuple[int, ...]]
+    sums_crc32: int
 
 
 def new_entry(key: str, tensor: torch.Tensor) -> NewEntry:
@@ -76,6 +85,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     *,
     fill: bool = False,
+    has_sums: bool = False,
 ) -> Written:
     """Write a new safetensors file; its bytes are durable when this returns.
 
@@ -88,6 +98,7 @@ def write_tensors(
         entries: The tensors, in any order.
         metadata: Texts for the header.
         fill: As for :func:`~accelfn.weights.header.format_header`.
+        has_sums: Whether the file has the entry :data:`SUMS`.
 
     Returns:
         Size and checksums.
@@ -98,20 +109,29 @@ def write_tensors(
         OSError: With the file's name. The caller removes what was written of it.
     """
     todo = list(entries)
-    head, places = format_header([(one.key, one.dtype, one.shape) for one in todo], metadata, fill=fill)
+    forms = [(one.key, one.dtype, one.shape) for one in todo]
+    count = sum(num_chunks(size_of(dtype, shape) or 0) for _, dtype, shape in forms) if has_sums else 0
+    last = (SUMS, "U32", (count,)) if has_sums else None
+    head, places = format_header(forms, metadata, fill=fill, last=last)
     by_key = {one.key: one for one in todo}
     for one in todo:
         if isinstance(one.source, torch.Tensor):
             _check_source(one.key, one.source)
-    found: dict[str, tuple[int, ...]] = {}
+    places.pop(SUMS, None)
     with naming(path):
         descriptor = disk.create(path)
         try:
-            end = _write_slices(disk, descriptor, head, places, by_key, found)
+            end, sums = _write_slices(disk, descriptor, head, places, by_key)
+            if has_sums:
+                content = struct.pack(f"<{len(sums)}I", *sums)
+                write_all(disk, descriptor, memoryview(content), end)
+                end, sums_crc32 = end + len(content), zlib.crc32(content)
+            else:
+                sums_crc32 = 0
             disk.sync(descriptor)
         finally:
             disk.close(descriptor)
-    return Written(end, zlib.crc32(head), found)
+    return Written(end, zlib.crc32(head), sums_crc32)
 
 
 def _check_source(key: str, source: torch.Tensor) -> None:
@@ -141,10 +161,10 @@ def _write_slices(
     head: bytes,
     places: Mapping[str, Entry],
     by_key: Mapping[str, NewEntry],
-    found: dict[str, tuple[int, ...]],
-) -> int:
-    """Write the header and all tensors in their order; put the checksums into ``found``."""
+) -> tuple[int, list[int]]:
+    """Write the header and all tensors in their order; return where they end, and their checksums."""
     end = started = 0
+    found: list[int] = []
     small = bytearray(head)
 
     def put(content: memoryview) -> None:
@@ -185,9 +205,9 @@ def _write_slices(
                     put(piece)
             done += len(part)
         del source  # before the next one comes
-        found[key] = tuple(sums) if entry.crc32 is None else entry.crc32
+        found += sums if entry.crc32 is None else entry.crc32
     flush()
-    return end
+    return end, found
 
 
 def _parts(source: torch.Tensor) -> Iterator[memoryview]:

@@ -12,6 +12,7 @@ import math
 import os
 import pathlib
 import re
+import struct
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
@@ -79,8 +80,8 @@ def read(
     place = pathlib.Path(directory)
     manifest, entries = _all(place)
     tensors = {
-        name: _whole(dtype, shape, pieces, entries)
-        for name, (dtype, shape, pieces) in manifest["tensors"].items()
+        name: _whole(name, dtype, shape, _parts(manifest, shape, *where), entries)
+        for name, (dtype, shape, *where) in manifest["tensors"].items()
     }
     return _Document(tensors, classes or {}).value(_of_rank(manifest[field], rank))
 
@@ -122,19 +123,29 @@ def _check_attachments(place: pathlib.Path, attachments: dict[str, Any]) -> None
         _check(len(content) == size and [*map(zlib.crc32, chunks)] == sums, "bytes of an attached file")
 
 
-def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[str, str], bytes]]:
-    """Read the manifest and the bytes of all entries, by file and key."""
+def _parts(manifest: dict[str, Any], shape: list[int], rank: int | None, layout: int = -1) -> list[Any]:
+    """Return the parts of a tensor: the rank that wrote each, its offset and its shape."""
+    return [[rank, [0] * len(shape), shape]] if rank is not None else manifest["layouts"][layout]
+
+
+def _key(name: str, parts: list[Any], offset: list[int]) -> str:
+    return name if len(parts) == 1 else f"{name}~@{','.join(map(str, offset))}"
+
+
+def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[int, str], bytes]]:
+    """Read the manifest and the bytes of all entries, by rank and key."""
     manifest = _manifest(place)
-    expected: dict[str, dict[str, Any]] = {name: {} for name in manifest["files"]}
-    for dtype, shape, pieces in manifest["tensors"].values():
-        _check(math.prod(shape) == sum(math.prod(box) for _, _, _, box, _ in pieces), "pieces don't fill")
-        for file, key, _, box, sums in pieces:
-            _check(key not in expected[file], "two pieces in one entry")
-            expected[file][key] = (*_form(dtype, box), sums)
+    expected: dict[tuple[int, str], Any] = {}
+    for name, (dtype, shape, *where) in manifest["tensors"].items():
+        parts = _parts(manifest, shape, *where)
+        _check(math.prod(shape) == sum(math.prod(box) for _, _, box in parts), "parts don't fill")
+        for rank, offset, box in parts:
+            _check((rank, _key(name, parts, offset)) not in expected, "two parts in one entry")
+            expected[rank, _key(name, parts, offset)] = _form(dtype, box)
     _check_attachments(place, manifest.get("attachments", {}))
     _check(set(manifest["files"]) <= set(os.listdir(place)), "files")
-    entries: dict[tuple[str, str], bytes] = {}
-    for name, (size, header_crc32) in manifest["files"].items():
+    entries: dict[tuple[int, str], bytes] = {}
+    for name, (rank, size, header_crc32, sums_crc32) in manifest["files"].items():
         _check(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", name), "name of a file")
         _check((place / name).is_file() and not (place / name).is_symlink(), "no plain file")
         content = (place / name).read_bytes()
@@ -143,17 +154,20 @@ def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[str, str], byt
         _check(end % 8 == 0 and zlib.crc32(content[:end]) == header_crc32, "header of a file")
         header = json.loads(content[8:end])
         _check(header.pop("__metadata__") == {"format": "pt"}, "metadata of a file")
-        _check(header.keys() == expected[name].keys(), "entries of a file")
+        begin, stop = header.pop("~crc32")["data_offsets"]
+        _check(end + stop == size and zlib.crc32(content[end + begin :]) == sums_crc32, "checksums")
+        sums = iter(struct.unpack(f"<{(stop - begin) // 4}I", content[end + begin :]))
         place_after = 0
         for key, said in header.items():
-            dtype, shape, sums = expected[name][key]
             begin, stop = said["data_offsets"]
-            _check((said["dtype"], said["shape"], begin) == (dtype, shape, place_after), "entry of a file")
-            entries[name, key] = taken = content[end + begin : end + stop]
-            found = [zlib.crc32(taken[at : at + CHUNK_BYTES]) for at in range(0, stop - begin, CHUNK_BYTES)]
-            _check(found == sums, f"tensor {key}")
+            form = said["dtype"], said["shape"]
+            _check((rank, key) not in entries and form == expected[rank, key], "entry of a file")
+            _check(begin == place_after, "place of an entry")
+            entries[rank, key] = taken = content[end + begin : end + stop]
+            for at in range(0, stop - begin, CHUNK_BYTES):
+                _check(zlib.crc32(taken[at : at + CHUNK_BYTES]) == next(sums), f"tensor {key}")
             place_after = stop
-        _check(end + place_after == size, "end of a file")
+    _check(entries.keys() == expected.keys(), "entries")
     return manifest, entries
 
 
@@ -175,16 +189,15 @@ def _tensor(content: bytes | bytearray, dtype: str, shape: list[int]) -> torch.T
 
 
 def _whole(
-    dtype: str, shape: list[int], pieces: list[Any], entries: dict[tuple[str, str], bytes]
+    name: str, dtype: str, shape: list[int], parts: list[Any], entries: dict[tuple[int, str], bytes]
 ) -> torch.Tensor:
-    """Put a tensor together, byte by byte where it has several pieces."""
-    if len(pieces) == 1:
-        file, key, _, box, _ = pieces[0]
-        return _tensor(entries[file, key], dtype, box)
+    """Put a tensor together, byte by byte where it has several parts."""
+    if len(parts) == 1:
+        return _tensor(entries[parts[0][0], name], dtype, shape)
     size = getattr(torch, dtype).itemsize
     whole = torch.zeros((*shape, size), dtype=torch.uint8)
-    for file, key, offset, box, _ in pieces:
-        part = _tensor(entries[file, key], "uint8", [*box, size])
+    for rank, offset, box in parts:
+        part = _tensor(entries[rank, _key(name, parts, offset)], "uint8", [*box, size])
         whole[tuple(slice(at, at + length) for at, length in zip(offset, box, strict=True))] = part
     return _tensor(_bytes(whole.flatten()), dtype, shape)
 

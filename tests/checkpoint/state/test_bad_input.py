@@ -82,15 +82,6 @@ def test_a_sound_one_is_described(tmp_path: Path) -> None:
     assert af.verify_checkpoint(tmp_path) == report
 
 
-def test_the_form_of_the_first_checkpoints_is_read(tmp_path: Path) -> None:
-    def change(manifest: dict[str, Any]) -> None:
-        manifest.update(num_nodes=1, node=None)
-        manifest["files"] = {name: [*file, None] for name, file in manifest["files"].items()}
-
-    rewrite(saved(tmp_path / "at"), change)
-    assert af.load_tree(tmp_path / "at")["own"].tolist() == [1.0] * 4
-
-
 # --- damage --------------------------------------------------------------------------------------
 
 
@@ -199,7 +190,7 @@ def test_no_pickle_goes_off(tmp_path: Path, name: str, protocol: int | str) -> N
     if name == MANIFEST:  # sealed, so that the checksum is right
         seal(path, content.partition(b"\n")[0])
     else:
-        rewrite(path, lambda manifest: manifest["files"].update({TENSORS: [len(content), 0]}))
+        rewrite(path, lambda manifest: manifest["files"].update({TENSORS: [0, len(content), 0, 0]}))
     refused(path)
     assert not marker.exists()
 
@@ -209,20 +200,16 @@ def renamed(name: str) -> Change:
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["files"] = {name: manifest["files"][TENSORS]}
-        for tensor in manifest["tensors"].values():
-            tensor[2] = [[name, *piece[1:]] for piece in tensor[2]]
 
     return change
 
 
-def pieces(*boxes: tuple[list[int], list[int]]) -> Change:
+def parts(*boxes: tuple[list[int], list[int]]) -> Change:
     """Return a change of the boxes of a tensor of four elements in the manifest."""
 
     def change(manifest: dict[str, Any]) -> None:
-        (file, key, _, _, crc32) = manifest["tensors"]["own"][2][0]
-        manifest["tensors"]["own"][2] = [
-            [file, f"{key}{number or ''}", *box, crc32] for number, box in enumerate(boxes)
-        ]
+        manifest["tensors"]["own"][2:] = [None, 0]
+        manifest["layouts"] = [[[0, *box] for box in boxes]]
 
     return change
 
@@ -239,6 +226,16 @@ def field(*path: str | int, value: Any) -> Change:
     return change
 
 
+def both(*changes: Change) -> Change:
+    """Return several changes as one."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        for one in changes:
+            one(manifest)
+
+    return change
+
+
 OWN = ("tensors", "own")
 HARMFUL: dict[str, Change] = {
     **{
@@ -248,28 +245,32 @@ HARMFUL: dict[str, Change] = {
             *(MANIFEST, "../at/" + TENSORS, "./" + TENSORS, "\ud800"),
         )
     },
-    "pieces overlap": pieces(([0], [3]), ([2], [1])),
-    "pieces overlap, all": pieces(([0], [2]), ([0], [2])),
-    "pieces leave a gap": pieces(([0], [1]), ([3], [1])),
-    "no piece": pieces(),
-    "a piece outside": pieces(([1], [4])),
-    "a piece before": pieces(([-1], [4])),
-    "a piece of another form": pieces(([0, 0], [2, 2])),
-    "a part of a number": pieces(([0.0], [4])),  # pyright: ignore[reportArgumentType]
+    "parts overlap": parts(([0], [3]), ([2], [1])),
+    "parts overlap, all": parts(([0], [2]), ([0], [2])),
+    "parts leave a gap": parts(([0], [1]), ([3], [1])),
+    "no part": parts(),
+    "a part outside": parts(([1], [4])),
+    "a part before": parts(([-1], [4])),
+    "a part of another form": parts(([0, 0], [2, 2])),
+    "a part of a number": parts(([0.0], [4])),  # pyright: ignore[reportArgumentType]
     "huge": field(*OWN, 1, value=[1 << 60]),
-    "huge, the piece too": field(*OWN, value=["float32", [1 << 60], [[TENSORS, "own", [0], [1 << 60], [0]]]]),
-    "another shape": field(*OWN, value=["float32", [2, 2], [[TENSORS, "own", [0, 0], [2, 2], [3899135062]]]]),
+    "huge, in parts": parts(([0], [1 << 60]), ([1 << 60], [1 << 60])),
+    "another shape": field(*OWN, 1, value=[2, 2]),
     "another dtype": field(*OWN, 0, value="int32"),
     "no dtype": field(*OWN, 0, value="load"),
     "a dtype of no text": field(*OWN, 0, value=3),
-    "another's entry": field(*OWN, 2, 0, 1, value="free"),
-    "no checksum": field(*OWN, 2, 0, 4, value=[]),
-    "checksums": field(*OWN, 2, 0, 4, value=[0, 0]),
-    "another checksum": field(*OWN, 2, 0, 4, value=[0]),
-    "a checksum of no number": field(*OWN, 2, 0, 4, value=["0"]),
-    "file too small": field("files", TENSORS, 0, value=10),
-    "file negative": field("files", TENSORS, 0, value=-1),
-    "header": field("files", TENSORS, 1, value=0),
+    "a rank without a file": field(*OWN, 2, value=1),
+    "a rank below all": field(*OWN, 2, value=-1),
+    "no rank": field(*OWN, 2, value=None),
+    "no such layout": field(*OWN, value=["float32", [4], None, 0]),
+    "a layout from the end": both(parts(([0], [2]), ([2], [2])), field(*OWN, 3, value=-1)),
+    "a rank and a layout": both(parts(([0], [2]), ([2], [2])), field(*OWN, 2, value=0)),
+    "file of no rank": field("files", TENSORS, 0, value=1),
+    "file too small": field("files", TENSORS, 1, value=10),
+    "file negative": field("files", TENSORS, 1, value=-1),
+    "header": field("files", TENSORS, 2, value=0),
+    "checksums": field("files", TENSORS, 3, value=0),
+    "a file without checksums": field("files", TENSORS, value=[0, 10, 0]),
     "no files": field("files", value={}),
     "a list of files": field("files", value=[]),
     "no tensors": field("tensors", value={}),
@@ -300,12 +301,12 @@ def test_a_manifest_that_was_made_to_harm(tmp_path: Path, name: str) -> None:
     assert bits(like) == before
 
 
-def test_pieces_that_overlap_leave_no_memory_of_others_to_be_read(tmp_path: Path) -> None:
+def test_parts_that_overlap_leave_no_memory_of_others_to_be_read(tmp_path: Path) -> None:
     path = af.save_tree(tmp_path / "at", {"x": torch.ones(2), "y": torch.ones(2)})
 
     def change(manifest: dict[str, Any]) -> None:
-        (x, y) = (manifest["tensors"][name][2][0] for name in "xy")
-        manifest["tensors"] = {"x": ["float32", [4], [x, y]]}  # each at 0, so that nothing is at 2
+        manifest["tensors"] = {"x": ["float32", [4], None, 0]}
+        manifest["layouts"] = [[[0, [0], [2]], [0, [0], [2]]]]  # each at 0, so that nothing is at 2
         manifest["tree"].pop("y")
 
     rewrite(path, change)

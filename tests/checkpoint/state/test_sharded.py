@@ -82,14 +82,14 @@ def test_every_layout_takes_up_what_another_has_saved(
                 assert not differing(left[name], results[0][1][name]), where
         last = results[0][1]
         for name in optimizers:
-            check_pieces(tmp_path / f"{name}-{number}", last[name])
+            check_parts(tmp_path / f"{name}-{number}", last[name])
 
 
-def check_pieces(path: Path, expected: dict[str, torch.Tensor]) -> None:
+def check_parts(path: Path, expected: dict[str, torch.Tensor]) -> None:
     """See that every element is stored once, whatever number of ranks holds it, and can be read anywhere."""
     manifest = manifest_of(path)
     for name, stored in manifest.tensors.items():
-        assert sum(math.prod(piece.shape) for piece in stored.pieces) == math.prod(stored.shape), name
+        assert sum(math.prod(part.shape) for part in stored.parts) == math.prod(stored.shape), name
     assert not {"model/head.weight", "model/embed.weight"} <= manifest.tensors.keys()  # they are tied
     af.verify_checkpoint(path)
     assert not differing(flat(af.load_tree(path)), expected)
