@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import FrameType, MappingProxyType
 from typing import Any, NamedTuple
@@ -464,7 +465,7 @@ def test_files_of_a_load_are_opened_and_read_once(tmp_path: Path) -> None:
         {one.name: one.stat().st_size for one in (tmp_path / name).iterdir()} for name in ("weights", "state")
     )
     assert len(weights) == 4
-    more = 20_000  # headers, which `load_checkpoint_in_model` reads first, to plan; and a buffer of Python's
+    more = 20_000  # headers, which are read first, to plan; and a buffer of Python's
 
     def check(action: Action, files: dict[str, int], times: int, num_bytes: int) -> None:
         found = reading_of(action)
@@ -473,8 +474,8 @@ def test_files_of_a_load_are_opened_and_read_once(tmp_path: Path) -> None:
         assert max(found.opened.values()) <= times
         assert found.num_bytes <= num_bytes + more
 
-    check(lambda: af.load_model(model, tmp_path / "weights"), weights, 1, 0)  # it maps them
-    check(lambda: load_checkpoint_in_model(model, tmp_path / "weights"), weights, 2, sum(weights.values()))
+    for load in (af.load_model, load_checkpoint_in_model):
+        check(partial(load, model, tmp_path / "weights"), weights, 2, sum(weights.values()))
     check(lambda: af.load_state(ctx, tmp_path / "state", tree), state, 1, sum(state.values()))
 
 

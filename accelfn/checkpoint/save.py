@@ -519,7 +519,9 @@ def _refuse_drift(
     if len(groups) == 1:
         return
     names = set(replicated[0]).intersection(*replicated[1:])
-    drifted = [name for name in sorted(names) if len({group.held[name] for group in groups}) > 1]
+    # Each group has numbers of its own for its layouts.
+    held = [group.held for group in groups]
+    drifted = [name for name in sorted(names) if len({of[name]._replace(layout=None) for of in held}) > 1]
     if drifted:
         leaves = {leaf_path(name): local_of(own.tensors[name]) for name in drifted}
         paths = {f"tree[{path!r}]": path for path in leaves}

@@ -35,6 +35,9 @@ from accelfn.weights.places import (
 from accelfn.weights.state import own_names, without_inserted
 from accelfn.weights.stored import Stored
 
+# A buffer of batch norm, which starts at zero where a checkpoint lacks it.
+_COUNTER = "num_batches_tracked"
+
 How: TypeAlias = Literal["fill", "new", "map", "convert"]
 """Read into the model's memory, read into new memory, map the checkpoint's file, or convert and map."""
 
@@ -245,7 +248,9 @@ def plan_load(
         *(
             name
             for name in whole.tensors
-            if name in on_other_stages and available.isdisjoint(ties.get(name, (name,)))
+            if name in on_other_stages
+            and available.isdisjoint(ties.get(name, (name,)))
+            and name.rpartition(".")[2] != _COUNTER
         ),
     )
     expected = used | names | extras.keys() | on_other_stages
@@ -340,7 +345,7 @@ def _read_targets(operation: str, model: nn.Module) -> tuple[list[Target], dict[
                 refs=tuple(ref for _, ref in group),
                 tensor=ref.read(),
                 is_stored=any(named(name) in stored for name, _ in group),
-                starts_at_zero=isinstance(ref.owner, _NormBase) and ref.key == "num_batches_tracked",
+                starts_at_zero=isinstance(ref.owner, _NormBase) and ref.key == _COUNTER,
             )
         )
     return targets, extras
