@@ -48,7 +48,7 @@ def find_overlaps(stored: StoredTensor, target: torch.Tensor | None, known: Know
         return [Overlap(part, None, None, part.offset) for part in stored.parts]
     chunks = [one for one in cut() if all(one.sizes) or not stored.shape]
     bounds = tuple((tuple(one.offsets), tuple(one.sizes)) for one in chunks)
-    key = (id(stored.parts) if len(stored.parts) > 1 else stored.parts[0], stored.shape, bounds)
+    key = (id(stored.parts), stored.shape, bounds)
     if key not in known:
         known[key] = _find_overlaps(stored, chunks)
     return known[key]

@@ -559,7 +559,8 @@ def _refuse_different_copies(
     digests: dict[tuple[object, ...], set[str]] = {}
     for group in groups:
         for rank, boxes in zip(group.ranks, group.boxes, strict=True):
-            for layout, names, content in ranks[rank]["copies"]:
+            copies: list[tuple[int, str, str]] = ranks[rank]["copies"]
+            for layout, names, content in copies:
                 digests.setdefault((names, boxes[layout]), set()).add(content)
     if all(len(some) == 1 for some in digests.values()):
         return
