@@ -419,6 +419,30 @@ def test_calls_of_a_plan_for_a_tensor_do_not_grow_with_the_ranks() -> None:
     assert large <= small <= 8 * 40
 
 
+def size_of_manifest(num_layers: int, size: int, folder: Path) -> int:
+    """Return the bytes of the manifest of a sharded model with its optimizer."""
+    at = folder / f"{num_layers}-{size}"
+
+    def save(ctx: Context) -> None:
+        plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_layers)))
+        model, optimizer = af.prepare(ctx, plain, torch.optim.AdamW(plain.parameters()))
+        scaler = af.backward(ctx, model(torch.ones(1, 8)).sum(), af.init_scaler(ctx))
+        af.optimizer_step(ctx, optimizer, scaler)
+        af.save_state(ctx, at, {"model": model, "optimizer": optimizer})
+
+    plugin = af.FullyShardedDataParallelPlugin()
+    run_ranks(save, size, on="processes", fsdp_plugin=plugin)
+    return (at / "manifest.json").stat().st_size
+
+
+def test_a_manifest_does_not_grow_with_tensors_times_ranks(tmp_path: Path) -> None:
+    on_two, on_four = (
+        size_of_manifest(8, size, tmp_path) - size_of_manifest(4, size, tmp_path) for size in (2, 4)
+    )
+    print(f"four layers take {on_two} bytes on 2 ranks, and {on_four} on 4")
+    assert on_four <= 1.01 * on_two
+
+
 # --- a load --------------------------------------------------------------------------------------
 
 
