@@ -90,7 +90,7 @@ _BUGS = r"""
 -if crc32 != file.sums[file.first[box.key] + number]:
 +if crc32 < 0:
 = read: the checksum of the checksums isn't compared
-@ state/test_bad_input.py::test_every_byte_counts
+@ state/test_bad_input.py::test_a_file_of_another_checkpoint_of_the_same_shapes[tensors-00000.safetensors]
 -if not whole or zlib.crc32(sums) != stored.sums_crc32:
 +if not whole:
 = read: the checksum of the header isn't compared
