@@ -11,10 +11,12 @@ from accelfn import elastic as elastic
 from accelfn import errors as errors
 from accelfn import launch as launch
 from accelfn import parallel as parallel
+from accelfn import storage as storage
 from accelfn import testing as testing
 from accelfn import tracking as tracking
 from accelfn import training as training
 from accelfn import tree as tree
+from accelfn import weights as weights
 from accelfn.accelerator import Accelerator as Accelerator
 from accelfn.accelerator import LocalSGD as LocalSGD
 from accelfn.bigmodel import BnbQuantizationConfig as BnbQuantizationConfig
