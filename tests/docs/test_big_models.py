@@ -37,6 +37,7 @@ LLAMA_70B = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a search of meshes takes a minute on a busy machine
 @pytest.mark.parametrize(("page", "program", "arguments", "output"), COMMANDS)
 def test_what_a_page_shows_is_what_the_command_says(
     page: str,
