@@ -89,7 +89,7 @@ def pipelining(ctx: af.Context) -> Counter[str]:
             "prepare_model",
             preparing,
             {"fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2)},
-            44,  # a file for each strategy and each kind of option is among them
+            42,  # a file for each strategy and each kind of option is among them
         ),
         ("backward and optimizer_step", stepping, {}, 19),
         ("forward_backward", pipelining, {"parallelism_config": af.ParallelismConfig(pp_size=2)}, 23),

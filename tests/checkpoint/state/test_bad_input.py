@@ -261,6 +261,10 @@ HARMFUL: dict[str, Change] = {
     "a dtype of no text": field(*OWN, 0, value=3),
     "a rank without a file": field(*OWN, 2, value=1),
     "a rank below all": field(*OWN, 2, value=-1),
+    "a rank of no number": field(*OWN, 2, value=[0]),
+    "a rank of no number in a layout": both(
+        parts(([0], [2]), ([2], [2])), field("layouts", 0, 1, 0, value={})
+    ),
     "no rank": field(*OWN, 2, value=None),
     "no such layout": field(*OWN, value=["float32", [4], None, 0]),
     "a layout from the end": both(parts(([0], [2]), ([2], [2])), field(*OWN, 3, value=-1)),
