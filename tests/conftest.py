@@ -6,9 +6,11 @@ With CI set, hypothesis tries the same examples each time; ``--hypothesis-profil
 import gc
 import importlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 from hypothesis import settings
@@ -28,6 +30,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "quick")
 # A shell that starts the suite in the background ignores interrupts, and so would what a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile extensions in a folder of this run: what a killed one locks stays locked."""
+    if "TORCH_EXTENSIONS_DIR" not in os.environ:  # workers of pytest-xdist inherit it
+        folder = os.environ["TORCH_EXTENSIONS_DIR"] = tempfile.mkdtemp()
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:
