@@ -382,8 +382,13 @@ def _misfits_of_groups(stored: Stored, names: Names) -> list[Misfit]:
         group_path, missing = f"{path}/groups/{number}", set(range(len(wanted))).difference(index_of.values())
         extra = [name for name, index in index_of.items() if index is None]
         rows += [Misfit(group_path, f"parameter {name}", "nothing") for name in extra]
-        rows += [Misfit(group_path, "nothing", f"parameter {wanted[index]}") for index in sorted(missing)]
+        rows += [Misfit(group_path, "nothing", _wanted(wanted[index])) for index in sorted(missing)]
     return rows
+
+
+def _wanted(name: str) -> str:
+    unknown = ", whose name isn't known: put its model in the tree too" if name.startswith("#") else ""
+    return f"parameter {name}{unknown}"
 
 
 def _fit_states(stored: Stored, names: Names, tensors: Mapping[str, Shaped], result: Fit) -> None:

@@ -191,9 +191,11 @@ def save_state(
     path = Path(os.path.abspath(directory))
     disk = disk_of(ctx, REAL_DISK)
 
-    plain, _ = with_plain_objects(tree)
+    plain, refused = catch(lambda: with_plain_objects(tree)[0])
 
     def collect() -> _RankState:
+        if refused is not None:
+            raise refused
         finish_background(ctx)
         _check_options(step, metric, keep)
         return _collect(ctx, disk, path, plain, is_copied=asynchronous)

@@ -205,6 +205,10 @@ def scheduling_point(ctx: Context, operation: str) -> None:
 
 
 def _check(function: str, world_size: int, faults: Sequence[Fault]) -> None:
+    if not isinstance(cast("object", world_size), int):
+        raise TypeError(
+            f"{function}: world_size must be a whole number, got {world_size!r}. Write {function}(fn, 2)."
+        )
     if world_size < 1:
         raise ValueError(f"{function}: world_size must be at least 1, got {world_size}.")
     for fault in faults:

@@ -395,17 +395,24 @@ def _watched(model: nn.Module, see: _See) -> Generator[None]:
 
 def _has_rows(leaf: Any) -> bool:
     is_plain = isinstance(leaf, torch.Tensor) and not is_dtensor(leaf) and leaf.layout == torch.strided
-    return is_plain and leaf.is_floating_point() and leaf.dim() > 0 and not leaf.is_meta
+    has_numbers = is_plain and (leaf.is_floating_point() or leaf.is_complex())
+    return has_numbers and leaf.dim() > 0 and not leaf.is_meta
 
 
 def _difference(tensor: torch.Tensor, expected: torch.Tensor, least: float = 0.0) -> float:
     """Return the norm of the difference, relative to the expected norm or ``least``."""
-    tensor, expected = tensor.detach().cpu().double(), expected.cpu().double()
+    tensor, expected = _as_double(tensor), _as_double(expected)
     # Both may be infinite, as in a mask.
     is_same = torch.isclose(tensor, expected, 0.0, 0.0, equal_nan=True)
     gap = torch.where(is_same, 0.0, tensor - expected).square().sum().sqrt()
     size = torch.where(expected.isfinite(), expected, 0.0).square().sum().sqrt()
     return _ratio(float(gap), max(float(size), least))
+
+
+def _as_double(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the CPU; of complex numbers their two parts."""
+    plain = tensor.detach().cpu()
+    return (torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain).double()
 
 
 def _ratio(gap: float, size: float) -> float:
@@ -421,7 +428,7 @@ def _compare_gradients(
 
     Ranks: those that have parts of the same gradients.
     """
-    squares = sum(float(one.double().square().sum()) for one in expected.values())
+    squares = sum(float(_as_double(one).square().sum()) for one in expected.values())
     mean = math.sqrt(squares / max(sum(one.numel() for one in expected.values()), 1))
     differences: dict[str, float] = {}
     for name, one in found.items():
@@ -441,6 +448,7 @@ def _largest(order: Iterable[str], by_rank: Sequence[Mapping[str, float]]) -> di
 def _precision_of(ctx: Context, model: nn.Module) -> float:
     """Return the smallest relative step of the coarsest dtype that the model computes in."""
     computed = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16, "bf16": torch.bfloat16}
-    dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    parameters = [*model.parameters()]
+    dtypes = {one.dtype.to_real() for one in parameters if one.is_floating_point() or one.is_complex()}
     dtypes.add(computed.get(ctx.mixed_precision, torch.float64))
     return max(torch.finfo(dtype).eps for dtype in dtypes)

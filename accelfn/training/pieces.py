@@ -43,7 +43,7 @@ def split_window(
     reason = f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is split into pieces"
     rows = count_rows(batch, "batch", reason, may_be_empty=may_be_empty)
     count = min(num_steps, rows) or num_steps
-    least, longer = divmod(rows, count)
+    least, longer = rows // count, rows % count  # torch.compile can't trace divmod of a size
     if equally and (longer or count < num_steps):
         raise ValueError(
             f"make_train_step: in exact mode the {rows} rows of a batch must be divisible by {num_steps}, "

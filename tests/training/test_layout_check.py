@@ -116,6 +116,35 @@ def test_a_fault_of_the_backward_pass_is_named_by_a_parameter() -> None:
     assert found.gradients["4.weight"] < 1e-5
 
 
+class Turned(nn.Module):
+    """Multiplies by complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(3, 2, dtype=torch.complex64, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.complex64) @ self.weight
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_both_parts_of_complex_numbers_are_compared(factor: float) -> None:
+    def turned_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        z = model(batch["x"])
+        # Without a value, but with a gradient of the imaginary part that depends on all rows.
+        fault = ((z.imag - z.imag.detach()) * z.imag.detach().mean(0)).sum(1).mean()
+        return z.real.square().mean() + z.imag.square().mean() + factor * fault
+
+    def work(ctx: af.Context) -> af.LayoutReport:
+        return af.verify_layout(ctx, Turned(), rows(), turned_loss)
+
+    found = run_ranks(work, 2)[0]
+    assert found.is_equal == (factor == 0.0)
+    assert found.outputs == {"Turned": 0.0}
+    assert (found.gradients["weight"] < 1e-5) == found.is_equal
+
+
 def test_a_loss_that_depends_on_the_number_of_rows_is_no_module() -> None:
     def summed(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return (model(batch["x"]) - batch["y"]).square().sum()

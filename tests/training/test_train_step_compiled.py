@@ -47,6 +47,21 @@ def test_a_pure_step_is_one_graph_which_is_made_once(mode: str, backend: str) ->
     assert graphs_of("trees", 1, backend, mode, fullgraph=True) == [[1] * 4]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_shorter_last_batch_is_traced_too(ranks: int) -> None:
+    def run(ctx: Context) -> None:
+        one, other = (begin(ctx, "modules", mean_loss, 1) for _ in range(2))
+        fast = compiled(other.step, backend="eager")
+        state, same = one.state, other.state
+        for number in (6, 4, 5):
+            rows = make_rows(number, number + 10 * ctx.rank)
+            state, _ = one.step(state, rows)
+            same, _ = fast(same, rows)
+            torch.testing.assert_close(other.params(same), one.params(state), rtol=1e-4, atol=1e-5)
+
+    run_ranks(run, ranks, "processes", gradient_accumulation_steps=2, timeout_s=100)
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "backend"),
     [

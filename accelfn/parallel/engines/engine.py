@@ -210,6 +210,9 @@ def with_plain_objects(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     Returns:
         The tree, and a function that takes the tree after a state was loaded into it: it writes the plain
         objects back into their engines, and returns the tree with the engines' objects.
+
+    Raises:
+        TypeError: The tree contains itself.
     """
     states: dict[int, EngineState] = {}
     originals: dict[int, Any] = {}
@@ -233,7 +236,14 @@ def with_plain_objects(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     def original(leaf: Any) -> Any:
         return originals.get(id(leaf), leaf)
 
-    if all(_engine_of(leaf) is None for leaf in optree.tree_leaves(tree)):
+    try:
+        leaves = optree.tree_leaves(tree)
+    except RecursionError:
+        raise TypeError(
+            "the tree has a container that contains itself, or nests too deep. Take the reference to itself "
+            "out of it, or give the container's class a state_dict."
+        ) from None
+    if all(_engine_of(leaf) is None for leaf in leaves):
         return tree, lambda loaded: loaded
     return optree.tree_map(plain, tree), write_back
 

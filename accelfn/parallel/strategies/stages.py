@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from typing_extensions import override
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.forward import WrappedForward
+from accelfn.parallel.handle import swapped
 from accelfn.parallel.pointers import remember_whole
 from accelfn.parallel.strategies.pipeline_plan import PipelinePlan
 from accelfn.parallel.strategies.strategy import Application
@@ -643,22 +644,34 @@ def run_stage(model: nn.Module, run: StageRun, args: tuple[Any, ...], kwargs: Ma
     Raises:
         ConfigurationError: The model isn't split, or can't run in these stages.
     """
-    staged = _staged(model)
+    root, staged = _staged(model)
+    is_last = run.index + 1 == len(run.plan.stages)
+    hooks: dict[int, Any] = vars(root)["_forward_hooks"]
     staged.run = run
     try:
-        output = model(*args, **kwargs)
+        with swapped("_forward_hooks", hooks if is_last else _of_libraries(hooks), [root]):
+            output = model(*args, **kwargs)
     finally:
         staged.run = None
     return output if run.sent is None else run.sent
 
 
-def _staged(model: nn.Module) -> StagedForward:
-    """Return the StagedForward of a model, or of the model inside a wrapper."""
+def _of_libraries(hooks: Mapping[int, Any]) -> Mapping[int, Any]:
+    """Return a model's forward hooks without those of the program, which are for the model's output."""
+    return OrderedDict(
+        (number, hook)
+        for number, hook in hooks.items()
+        if (getattr(hook, "__module__", None) or "").startswith(("torch.", "accelfn."))
+    )
+
+
+def _staged(model: nn.Module) -> tuple[nn.Module, StagedForward]:
+    """Return a model, or the model inside a wrapper, and its StagedForward."""
     for module in cast("Iterable[nn.Module]", model.modules()):
         forward: object = vars(module).get("forward")
         while forward is not None:
             if isinstance(forward, StagedForward):
-                return forward
+                return module, forward
             forward = getattr(forward, "__wrapped__", None)
     raise ConfigurationError(
         f"run_stage: {type(model).__name__} isn't split into stages. Call apply_stages first."

@@ -215,6 +215,10 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
     return TensorPlan(tp_size, full, heads, logits, dims, follows)
 
 
+# Of the modules in the model itself, in peft's, and in torch's AveragedModel.
+_PREFIXES = ("", "base_model.model.", "module.")
+
+
 def _match(
     patterns: Mapping[str, str], facts: ModelFacts, owners: Sequence[str], is_users: bool
 ) -> tuple[dict[str, str], list[str]]:
@@ -224,9 +228,7 @@ def _match(
     problems: list[str] = []
     for pattern, word in patterns.items():
         found = [
-            name
-            for name in facts.kinds
-            if _matches(name, pattern) or _matches(name, f"base_model.model.{pattern}")  # of peft's model
+            name for name in facts.kinds if any(_matches(name, f"{prefix}{pattern}") for prefix in _PREFIXES)
         ]
         style = STYLE_OF_WORD.get(word)
         if not found:

@@ -23,6 +23,7 @@ from accelfn.checkpoint import Keep
 from accelfn.context import Context
 from accelfn.errors import (
     CheckpointError,
+    CheckpointMismatchError,
     DamagedCheckpointError,
     NoCheckpointError,
     NotAvailableError,
@@ -329,6 +330,33 @@ def test_a_manifest_that_nests_without_end(tmp_path: Path, opening: bytes) -> No
     )
     seal(path, line.encode())
     refused(path)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_a_tree_that_contains_itself(tmp_path: Path, on: Any) -> None:
+    endless: list[Any] = [1]
+    endless.append(endless)
+
+    def run(ctx: Context) -> str:
+        with pytest.raises(TypeError, match=r"^the tree has a container that contains itself"):
+            af.load_state(ctx, tmp_path / "new", {"own": endless})
+        with pytest.raises((TypeError, RemoteRankError)) as caught:
+            af.save_state(ctx, tmp_path / "new", {"own": endless if ctx.rank == 1 else [1]})
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2, on=on)
+    assert "rank 1 failed in save_state: TypeError: the tree has a container that contains itself" in first
+    assert second.startswith("the tree has a container that contains itself")
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_optimizer_alone_says_that_its_model_is_missing(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    af.save_state(Context(), tmp_path / "new", {"model": model, "optimizer": optimizer})
+    with pytest.raises(CheckpointMismatchError, match=r"parameter #0, .*: put its model in the tree too"):
+        af.load_state(Context(), tmp_path / "new", {"optimizer": optimizer}, partial=True)
+    af.load_state(Context(), tmp_path / "new", {"model": model, "optimizer": optimizer})
 
 
 def test_a_manifest_of_a_version_to_come(tmp_path: Path) -> None:

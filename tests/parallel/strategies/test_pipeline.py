@@ -342,6 +342,32 @@ def test_a_window_of_a_train_step_is_one_call_of_a_schedule() -> None:
     assert run_ranks(count_calls, 2, "processes", timeout_s=60, **options) == [[1, 1]] * 2
 
 
+def test_hooks_of_the_model_see_what_it_returns() -> None:
+    def run_hooked(ctx: af.Context) -> tuple[list[str], float, dict[str, torch.Tensor]]:
+        seen: list[str] = []
+
+        def halve(module: nn.Module, args: Any, logits: torch.Tensor) -> torch.Tensor:
+            return logits * 0.5
+
+        def look(module: nn.Module, args: Any, logits: torch.Tensor) -> None:
+            seen.append(type(logits).__name__)
+
+        model, batch = GPT(num_blocks=4), make_batch(4, 4)
+        model.register_forward_hook(halve)
+        model = af.prepare(ctx, model)
+        model.register_forward_hook(look)
+        return seen, run(ctx, model, batch).item(), gradients(model)
+
+    ((_, loss, expected),) = run_ranks(run_hooked, 1)
+    ranks = run_ranks(run_hooked, 2, "processes", timeout_s=60, parallelism_config=stages("1f1b", 2))
+    assert [set(seen) for seen, *_ in ranks] == [set(), {"Tensor"}]
+    found: dict[str, torch.Tensor] = {}
+    for _, value, some in ranks:
+        assert value == pytest.approx(loss)
+        found |= some
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_tensor_without_a_gradient_is_not_sent_in_training() -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:

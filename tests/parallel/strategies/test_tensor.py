@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import accelfn as af
 from accelfn import Context
@@ -105,6 +107,33 @@ def test_adapters_are_split_with_their_layers_by_the_plan_of_the_model_inside() 
     for loss, gradients in run_ranks(against_plain, 2, "processes", parallelism_config=config):
         assert loss < 1e-6
         assert gradients < 2e-5
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"tp_size": 2, "dp_shard_size": 2}], ids=str)
+def test_an_average_of_the_model_is_split_as_the_model_is(sizes: dict[str, Any]) -> None:
+    def work(ctx: Context) -> list[bool]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        average: Any = cast("Any", AveragedModel)(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        plain: Any = copy.deepcopy((model, average))
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, average, optimizer = af.prepare(ctx, model, average, optimizer)
+        other = torch.optim.SGD(plain[0].parameters(), lr=0.1)
+        for _ in range(2):
+            scaler = af.backward(ctx, model(torch.ones(2, 4)).square().mean(), af.init_scaler(ctx))
+            af.optimizer_step(ctx, optimizer, scaler)
+            plain[0](torch.ones(2, 4)).square().mean().backward()
+            other.step()
+            other.zero_grad()
+            average.update_parameters(model)
+            plain[1].update_parameters(plain[0])
+        pairs = zip(average.parameters(), plain[1].parameters(), strict=True)
+        return [torch.allclose(whole(one), expected, atol=1e-6) for one, expected in pairs]
+
+    handler = TorchTensorParallelConfig(plan={"0": "colwise", "1": "rowwise"})
+    config = af.ParallelismConfig(**sizes, tp_handler=handler)
+    world_size: int = sizes["tp_size"] * sizes.get("dp_shard_size", 1)
+    assert run_ranks(work, world_size, "processes", parallelism_config=config) == [[True] * 4] * world_size
 
 
 def test_a_loss_of_logits_that_stay_split() -> None:
