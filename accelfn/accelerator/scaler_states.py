@@ -66,8 +66,8 @@ class Scaling:
             if before.weight is not None and any(map(_has_gradients, waiting)):
                 raise ConfigurationError(
                     "backward: an optimizer has stepped while another one still has gradients of losses with "
-                    "weights, which are divided once for all. Step all optimizers before the next loss, or let "
-                    "losses be means, without weight=."
+                    "weights, which are divided once for all. Step all optimizers before the next loss, or "
+                    "let losses be means, without weight=."
                 )
             self._state = self.settled(ctx)
             if ctx.precision.scales_loss:

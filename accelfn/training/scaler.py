@@ -63,8 +63,8 @@ class ScalerState(_Fields):
     # An attribute and no field, so that copies by `_replace`, tree maps or checkpoints are new states.
     superseded_by: str | None = None
     """Name of the function that returned a newer state; None for the newest."""
-    stepped: frozenset[int] | None = None
-    """Ids of the optimizers that have stepped on losses with weights; None while there were no such steps."""
+    weight_is_used: bool = False
+    """Whether a step has divided gradients by the weight, without a backward pass since."""
 
     @property
     def is_unscaled(self) -> bool:
@@ -79,17 +79,22 @@ def _no_state(operation: str, found: object) -> TypeError:
     )
 
 
-def check_scaler(operation: str, scaler_state: object, *, is_closed: bool = False) -> None:
+def check_scaler(
+    operation: str, scaler_state: object, *, is_closed: bool = False, divides: bool = False
+) -> None:
     """Refuse a superseded state, and one that a step can't be taken from.
 
     Args:
         operation: Name of the operation in errors.
         scaler_state: The state.
         is_closed: Whether its window must be closed.
+        divides: Whether gradients are divided by the state's weight, which an earlier step must not have used
+            then.
 
     Raises:
         TypeError: It is no state.
-        ValueError: Another function has returned a newer one, or the latest batch doesn't close the window.
+        ValueError: Another function has returned a newer one, the latest batch doesn't close the window, or a
+            step has used the weight of the latest losses.
     """
     if not isinstance(scaler_state, ScalerState):
         raise _no_state(operation, scaler_state)
@@ -110,26 +115,11 @@ def check_scaler(operation: str, scaler_state: object, *, is_closed: bool = Fals
             "closes a window is left out, leave out the step too, and the next window adds to its gradients; "
             "or pass its loss as zero: backward(ctx, 0 * loss, scaler, micro)."
         )
-
-
-def check_optimizers(
-    operation: str, scaler_state: ScalerState, optimizers: Iterable[Optimizer], *, is_step: bool
-) -> None:
-    """Refuse other optimizers than those that have stepped on losses with weights.
-
-    A gradient that a step leaves would be divided by the weight of later losses alone.
-
-    Raises:
-        ValueError: They are others, or for a step fewer.
-    """
-    stepped, ids = scaler_state.stepped, frozenset(map(id, optimizers))
-    if stepped is not None and (ids != stepped if is_step else ids - stepped):
+    if divides and scaler_state.weight_is_used:
         raise ValueError(
-            f"{operation}: the losses have weights, by which each step divides the gradients of its own "
-            "optimizers, and an earlier step had others. Pass optimizers that step on the same losses "
-            "together, each time: optimizer_step(ctx, [first, second], scaler). For other losses, use a new "
-            "state (init_scaler). If they step on the same losses at different rates, let these be means, "
-            "without weight=. To go on with new optimizers, pass scaler._replace()."
+            f"{operation}: the latest losses had weights, and an earlier optimizer_step divided only its own "
+            "optimizer's gradients by them. Pass optimizers that step on the same losses together: "
+            "optimizer_step(ctx, [first, second], scaler)."
         )
 
 
@@ -171,22 +161,21 @@ def unscale_gradients(
         The next state, also where there was nothing to do.
 
     Raises:
-        ValueError: The state was superseded, or its window is still open; or losses have weights, and other
-            optimizers have stepped on them; or a gradient is float16, since its parameter is, and scaling
-            would not help.
+        ValueError: The state was superseded, or its window is still open; or a gradient is float16, since its
+            parameter is, and scaling would not help.
         MismatchError: Some ranks have weights and some have none.
     """
-    several = list_optimizers("unscale_gradients", optimizer)
-    check_scaler("unscale_gradients", scaler_state, is_closed=True)
-    check_optimizers("unscale_gradients", scaler_state, several, is_step=False)
-    unscaled = _unscaled(ctx, several, scaler_state)
-    unscaled.stepped = scaler_state.stepped
+    check_scaler("unscale_gradients", scaler_state, is_closed=True, divides=True)
+    unscaled = _unscaled(ctx, optimizer, scaler_state)
     scaler_state.superseded_by = "unscale_gradients"
     return unscaled
 
 
-def _unscaled(ctx: Context, several: Sequence[Optimizer], scaler_state: ScalerState) -> ScalerState:
+def _unscaled(
+    ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
+) -> ScalerState:
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
+    several = list_optimizers("unscale_gradients", optimizer)
     engines = [one for one in several if isinstance(one, EngineOptimizer)]
     follow_optimizers("unscale_gradients", ctx, [one for one in several if one not in engines])
     left = [one for one in several if id(one) not in scaler_state.unscaled]
@@ -221,8 +210,6 @@ def with_loss(
     total = scaler_state.weight if weight is None else _add_weight(scaler_state, weight)
     is_open = True if micro is not None and not micro.sync else None
     following = ScalerState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
-    if scaler_state.stepped is not None:
-        following.stepped = scaler_state.stepped
     scaler_state.superseded_by = operation
     return following
 

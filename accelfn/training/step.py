@@ -21,7 +21,6 @@ from accelfn.parallel.step_checks import check_reduced, follow_optimizers, send_
 from accelfn.training.optimizers import list_optimizers, list_parameters, parameters_in
 from accelfn.training.scaler import (
     ScalerState,
-    check_optimizers,
     check_scaler,
     factor_of_weight,
     may_skip,
@@ -229,8 +228,8 @@ def optimizer_step(
     Args:
         ctx: The world and the precision.
         optimizer: The optimizer; or several that share ``scaler_state`` in one sequence, which step all or
-            none. The returned state is for the next window: optimizers of other losses, which step one after
-            the other, need their own states.
+            none. The returned state is for the next window: optimizers that step one after the other need
+            their own states.
         scaler_state: From backward or :func:`unscale_gradients`.
         max_norm: Bound on the norm over all gradients of the optimizers; see :func:`accelfn.clip_grad_norm_`,
             which also returns the norm.
@@ -242,8 +241,7 @@ def optimizer_step(
         The next state; after a skipped step with a lower scale.
 
     Raises:
-        ValueError: The state was superseded, or its window is still open; or losses have weights, and other
-            optimizers have stepped on them; or ``max_norm`` isn't positive.
+        ValueError: The state was superseded, or its window is still open; or ``max_norm`` isn't positive.
         TypeError: A scheduler needs a metric instead of steps.
         ConfigurationError: There are several ranks, and gradients were not averaged after the latest backward
             pass, or those of a parameter are never averaged. Steps inside of :func:`no_sync` use each rank's
@@ -260,9 +258,8 @@ def optimizer_step(
     >>> scaler = af.backward(ctx, model(torch.ones(1, 1)).sum(), af.init_scaler(ctx))
     >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
+    check_scaler("optimizer_step", scaler_state, is_closed=True, divides=True)
     optimizers = list_optimizers("optimizer_step", optimizer)
-    check_scaler("optimizer_step", scaler_state, is_closed=True)
-    check_optimizers("optimizer_step", scaler_state, optimizers, is_step=True)
     schedulers = () if scheduler is None else list_schedulers("optimizer_step", scheduler)
     check_can_step("optimizer_step", optimizers)
     if max_norm is not None:
@@ -278,7 +275,8 @@ def optimizer_step(
         scaler_state = _step_engines(ctx, engines, len(optimizers), scaler_state, max_norm)
     else:
         scaler_state = _step(ctx, optimizers, scaler_state, max_norm)
-    scaler_state.stepped = before.stepped if before.weight is None else frozenset(map(id, optimizers))
+    if before.weight is not None:
+        scaler_state.weight_is_used = True
     before.superseded_by = "optimizer_step"
     for moved in schedulers:
         scheduler_step(ctx, moved, scaler_state)
