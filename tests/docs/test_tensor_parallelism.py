@@ -18,7 +18,7 @@ def test_two_ranks_that_share_layers_learn_as_the_page_says(tmp_path: Path) -> N
     ((launcher, program, shown),) = SHOWN.findall(PAGE.read_text())
     assert launcher.startswith("launch ")
     one = launched(launcher.removeprefix("launch "), ROOT / program)
-    (output,) = run_jobs([one], tmp_path, 100, ("torch._dynamo", "sklearn.datasets"))
+    (output,) = run_jobs([one], tmp_path, 300, ("torch._dynamo", "sklearn.datasets"))
     *found, last = output.splitlines()
     *expected, end = shown.splitlines()
     assert found == expected
