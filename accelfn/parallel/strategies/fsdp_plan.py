@@ -202,7 +202,7 @@ class ShardPlan(NamedTuple):
         output_dtype: Dtype to which floating outputs of the model are cast; None for no cast.
         cast_inputs: Whether floating inputs of units are cast to ``param_dtype``.
         autocasts: Whether forward passes run under autocast, as in layouts without shards: where the plugin
-            has no policy, and there are no pipeline stages.
+            has no policy.
         offload: Whether shards and their gradients are kept in host memory.
         prefetch: Whether a unit's forward starts to gather the next unit.
         ignored: Names of the parameters that every rank keeps unsharded.
@@ -334,10 +334,7 @@ def plan_shard(
     """
     num_replicas, num_expert_shards = mesh_plan.size("dp_replicate"), mesh_plan.size("eshard")
     param_dtype, reduce_dtype, output_dtype, cast_inputs = _dtypes(plugin, mixed_precision)
-    # Not in the stages of a pipeline, where torch 2.13 crashes in the backward passes of some.
     autocasts = plugin.mixed_precision_policy is None and param_dtype is not None
-    if mesh_plan.size("pp") > 1:
-        autocasts, cast_inputs = False, cast_inputs or autocasts
     grad_dtype = reduce_dtype or param_dtype
     ignored, unshared = tuple(ignored), tuple[str, ...]()
     chosen = set(units) - {""}

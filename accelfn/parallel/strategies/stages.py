@@ -240,8 +240,8 @@ class StageRun:
             this stage.
         received: The tensors that the previous stage sent; empty for the first stage and while outlining.
         device: Device of this rank.
-        sent: After the run, the tensors for the next stage: from the call of its first block, before any
-            wrapper casts the model's output. None on the last stage.
+        sent: After the run, the tensors for the next stage, of the dtypes in the call of its first block.
+            None on the last stage.
         outline: After the run, the outline of this stage.
     """
 
@@ -653,7 +653,11 @@ def run_stage(model: nn.Module, run: StageRun, args: tuple[Any, ...], kwargs: Ma
             output = model(*args, **kwargs)
     finally:
         staged.run = None
-    return output if run.sent is None else run.sent
+    if run.sent is None:
+        return output
+    # What hooks and wrappers made of them, so that a backward pass meets FSDP's hooks; without their casts.
+    run.sent = tuple(made.to(sent.dtype) for made, sent in zip(output, run.sent, strict=True))
+    return run.sent
 
 
 def _of_libraries(hooks: Mapping[int, Any]) -> Mapping[int, Any]:

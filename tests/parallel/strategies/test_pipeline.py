@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+from typing_extensions import override
 
 import accelfn as af
 from accelfn.errors import ConfigurationError
@@ -366,6 +367,28 @@ def test_hooks_of_the_model_see_what_it_returns() -> None:
         assert value == pytest.approx(loss)
         found |= some
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate_size", "dp_shard_size"])
+def test_stages_of_replicas_and_shards_compute_in_the_precision_of_shards(axis: str) -> None:
+    class Timed(GPT):
+        @override
+        def forward(self, ids: torch.Tensor, time: torch.Tensor | None = None) -> torch.Tensor:
+            return super().forward(ids) * cast("torch.Tensor", time)
+
+    def timed_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+        return model(batch[0], torch.tensor(999.0)).square().mean()  # 1000 in bfloat16
+
+    def computed(ctx: af.Context) -> float:
+        model = af.prepare(ctx, Timed(num_blocks=4, tied=False))
+        return run(ctx, model, make_batch(4, 4), timed_loss).item()
+
+    options = cast("Any", {"pp_size": 2, "pp_handler": stages(num_microbatches=2).pp_handler, axis: 2})
+    layout = af.ParallelismConfig(**options)
+    shards = af.ParallelismConfig(dp_shard_size=2)
+    processes = partial(run_ranks, computed, mixed_precision="bf16", timeout_s=60)
+    expected = processes(2, "processes", parallelism_config=shards)
+    assert processes(4, "processes", parallelism_config=layout) == pytest.approx(2 * expected, rel=1e-5)
 
 
 def test_a_tensor_without_a_gradient_is_not_sent_in_training() -> None:
