@@ -13,7 +13,7 @@ from accelfn.accelerator.registry import WeakRegistry
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.training import ScalerState
-from accelfn.training.optimizers import parameters_of
+from accelfn.training.optimizers import parameters_in, parameters_of
 
 
 class Scaling:
@@ -71,7 +71,7 @@ class Scaling:
                 )
             self._state = self.settled(ctx)
             if ctx.precision.scales_loss:
-                training.rescale_gradients(waiting, before, self._state)
+                training.rescale_gradients(parameters_in(waiting), before.scale, self._state.scale)
             self._stepped, self._unscaled = {}, {}
         return self._state
 

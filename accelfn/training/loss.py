@@ -9,7 +9,7 @@ import torch
 from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.errors import ConfigurationError
-from accelfn.training.scaler import ScalerState
+from accelfn.training.scaler import ScalerState, settle_unstepped
 
 
 class Loss(NamedTuple):
@@ -101,6 +101,8 @@ def divide_loss(
 ) -> torch.Tensor:
     """Return the loss to differentiate: a mean divided for its window, multiplied by the loss scale.
 
+    Gradients that an earlier step left are brought to that scale.
+
     Raises:
         ValueError: The current gradients were unscaled already; or earlier losses of the window have a
             weight, and this one has none.
@@ -111,6 +113,8 @@ def divide_loss(
             "Unscale and clip only where micro.sync is True, and pass on the state that optimizer_step "
             "returns."
         )
+    if scaler_state.unstepped is not None:
+        settle_unstepped(scaler_state)
     if weight is None:
         if scaler_state.weight is not None:
             raise ValueError(

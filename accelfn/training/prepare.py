@@ -32,6 +32,7 @@ from accelfn.parallel.values import check_filled, materialize, names_on_meta, re
 from accelfn.training.optimizers import parameters_of
 from accelfn.training.placement import check_devices, check_packed, is_placed
 from accelfn.training.prepared import MARK, Mark, is_prepared, mark_of
+from accelfn.training.unstepped import mark_siblings
 from accelfn.tree import is_dtensor, send_to_device
 
 M = TypeVar("M", bound=nn.Module)
@@ -274,8 +275,7 @@ def _placed(ctx: Context, model: M) -> tuple[M, tuple[str, ...]]:
 def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
     mark = mark_of(ctx)._replace(is_unaveraged=not has_engine(result))
     setattr(inner, MARK, mark._replace(is_wrapped=result is not inner))
-    for parameter in inner.parameters():
-        setattr(parameter, MARK, True)
+    mark_siblings(inner)
     if result is not inner:
         setattr(result, MARK, mark)
     return result

@@ -25,6 +25,7 @@ from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import handles_of
 from accelfn.parallel.step_checks import follow_optimizers
 from accelfn.training.optimizers import list_optimizers, parameters_in
+from accelfn.training.unstepped import Unstepped, left_by
 from accelfn.tree import local_of
 
 
@@ -65,6 +66,8 @@ class ScalerState(_Fields):
     """Name of the function that returned a newer state; None for the newest."""
     weight_is_used: bool = False
     """Whether a step has divided gradients by the weight, without a backward pass since."""
+    unstepped: Unstepped | None = None
+    """Gradients that earlier steps have left, of parameters that other optimizers step; None for none."""
 
     @property
     def is_unscaled(self) -> bool:
@@ -167,6 +170,7 @@ def unscale_gradients(
     """
     check_scaler("unscale_gradients", scaler_state, is_closed=True, divides=True)
     unscaled = _unscaled(ctx, optimizer, scaler_state)
+    unscaled.unstepped = scaler_state.unstepped
     scaler_state.superseded_by = "unscale_gradients"
     return unscaled
 
@@ -179,11 +183,12 @@ def _unscaled(
     engines = [one for one in several if isinstance(one, EngineOptimizer)]
     follow_optimizers("unscale_gradients", ctx, [one for one in several if one not in engines])
     left = [one for one in several if id(one) not in scaler_state.unscaled]
-    if not left or (not scales and weight is None):
+    settle_unstepped(scaler_state)
+    if not left or (not scales and weight is None and scaler_state.unstepped is None):
         return scaler_state._replace()
     if engines:  # their steps divide
         return scaler_state._replace(unscaled=(*scaler_state.unscaled, *map(id, left)))
-    grads, error = catch(lambda: _scaled_gradients(left, scales))
+    grads, error = catch(lambda: _gradients_to_divide(left, scaler_state, scales))
     if ctx.num_processes > 1:  # before anything changes
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
@@ -210,6 +215,7 @@ def with_loss(
     total = scaler_state.weight if weight is None else _add_weight(scaler_state, weight)
     is_open = True if micro is not None and not micro.sync else None
     following = ScalerState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
+    following.unstepped = scaler_state.unstepped
     scaler_state.superseded_by = operation
     return following
 
@@ -300,11 +306,16 @@ def inverse_of_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def local_gradients(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """Return the gradients of optimizers, each once: this rank's shards, and the values of sparse ones.
+    """Return the gradients of optimizers, each once; see :func:`gradients_of`."""
+    return gradients_of(parameters_in(optimizers))
+
+
+def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of parameters: this rank's shards, and the values of sparse ones.
 
     Of complex numbers, of which the kernels for scaled losses know nothing, both parts.
     """
-    found = [item.grad for item in parameters_in(optimizers) if item.grad is not None]
+    found = [item.grad for item in parameters if item.grad is not None]
     return [_as_real(grad._values() if grad.is_sparse else grad) for grad in map(local_of, found)]
 
 
@@ -314,8 +325,22 @@ def _as_real(gradient: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(gradient.conj() if gradient.is_conj() else gradient)  # the same memory
 
 
-def _scaled_gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list[torch.Tensor]:
-    """Return the gradients of optimizers, after a check of those of scaled losses."""
+def _gradients_to_divide(
+    optimizers: Sequence[Optimizer], scaler_state: ScalerState, are_scaled: bool
+) -> list[torch.Tensor]:
+    """Return the gradients of optimizers, after a check of those of scaled losses and of earlier ones."""
+    unstepped = scaler_state.unstepped
+    if unstepped is not None and unstepped.scale is None:
+        own = {id(one) for one in parameters_in(optimizers)}
+        found = next((one for one in unstepped.with_gradients() if id(one) in own), None)
+        if found is not None:
+            raise ValueError(
+                f"unscale_gradients: the gradient of a parameter of shape {tuple(found.shape)} holds earlier "
+                "losses with weights, after which another optimizer of the same model stepped, and those "
+                "weights are gone. Pass optimizers that step on the same losses together, as a list; clear "
+                "the gradients of those that don't step, by zero_grad(); or let losses be means, without "
+                "weight=, where optimizers step at different times."
+            )
     grads = local_gradients(optimizers)
     for grad in grads:
         if are_scaled and grad.dtype == torch.float16:
@@ -324,6 +349,41 @@ def _scaled_gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list
                 "Keep the model's parameters in float32; autocast computes in float16 where it helps."
             )
     return grads
+
+
+def settle_unstepped(scaler_state: ScalerState) -> None:
+    """Bring gradients that earlier steps left to the present loss scale, and forget those that were cleared.
+
+    Writes into the gradients.
+
+    Ranks: local.
+    """
+    unstepped = scaler_state.unstepped
+    if unstepped is None:
+        return
+    waiting = unstepped.forget_cleared()
+    if not waiting:
+        scaler_state.unstepped = None
+    elif unstepped.scale is not None:
+        rescale_gradients(waiting, unstepped.scale, scaler_state.scale)
+        unstepped.scale = scaler_state.scale
+
+
+def unstepped_after(scaler_state: ScalerState, optimizers: Sequence[Optimizer]) -> Unstepped | None:
+    """Return the gradients that a step of optimizers leaves, of a loss that is scaled or has a weight.
+
+    Ranks: local.
+    """
+    left = left_by(optimizers)
+    if not left:
+        return None
+    before = scaler_state.unstepped
+    can_be_added_to = (
+        scaler_state.weight is None
+        and (before is None or before.scale is not None)
+        and set(scaler_state.unscaled) <= set(map(id, optimizers))
+    )
+    return Unstepped(left, scaler_state.scale if can_be_added_to else None)
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
@@ -347,18 +407,16 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
     )
 
 
-def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, after: ScalerState) -> None:
+def rescale_gradients(parameters: Sequence[torch.Tensor], before: torch.Tensor, after: torch.Tensor) -> None:
     """Rescale gradients that are not unscaled yet from one loss scale to another.
 
     Writes into the gradients. For optimizers that share a scale and step at different times.
     """
-    optimizers = [*optimizers]
-    parameters = parameters_in(optimizers)
-    ratio = after.scale / before.scale
+    ratio = after / before
     with torch.no_grad():
         for handle in {handle for parameter in parameters for handle in handles_of(parameter)}:
             handle.scale_held(parameters, ratio)
-        multiply_gradients_(local_gradients(optimizers), ratio)
+        multiply_gradients_(gradients_of(parameters), ratio)
 
 
 def may_skip(ctx: Context) -> bool:

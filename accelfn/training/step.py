@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -26,6 +27,7 @@ from accelfn.training.scaler import (
     may_skip,
     step_was_skipped,
     unscale_gradients,
+    unstepped_after,
     update_scaler,
 )
 from accelfn.tree import flatten
@@ -277,6 +279,10 @@ def optimizer_step(
         scaler_state = _step(ctx, optimizers, scaler_state, max_norm)
     if before.weight is not None:
         scaler_state.weight_is_used = True
+    if not engines and (
+        ctx.precision.scales_loss or before.weight is not None or before.unstepped is not None
+    ):
+        scaler_state.unstepped = unstepped_after(before, optimizers)
     before.superseded_by = "optimizer_step"
     for moved in schedulers:
         scheduler_step(ctx, moved, scaler_state)
@@ -304,8 +310,8 @@ def _step(
             count_call(ctx, Call("optimizer_step"))
             send_buffers(optimizers)
     scales = ctx.precision.scales_loss
-    if scales or scaler_state.weight is not None:
-        scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())
+    if scales or scaler_state.weight is not None or scaler_state.unstepped is not None:
+        scaler_state = unscale_gradients(ctx, optimizers, copy.copy(scaler_state))
     by_norm = False
     if ctx.guard.check_gradients and not scales:
         by_norm = may_skip(ctx)
