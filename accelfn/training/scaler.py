@@ -169,15 +169,17 @@ def unscale_gradients(
         MismatchError: Some ranks have weights and some have none.
     """
     check_scaler("unscale_gradients", scaler_state, is_closed=True, divides=True)
-    unscaled = _unscaled(ctx, optimizer, scaler_state)
-    unscaled.unstepped = scaler_state.unstepped
+    following = unscale(ctx, optimizer, scaler_state)
+    if scaler_state.unstepped is not None:
+        following.unstepped = scaler_state.unstepped
     scaler_state.superseded_by = "unscale_gradients"
-    return unscaled
+    return following
 
 
-def _unscaled(
+def unscale(
     ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
 ) -> ScalerState:
+    """Run :func:`unscale_gradients` without its checks of the state, which can be used again."""
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
     several = list_optimizers("unscale_gradients", optimizer)
     engines = [one for one in several if isinstance(one, EngineOptimizer)]
@@ -215,7 +217,8 @@ def with_loss(
     total = scaler_state.weight if weight is None else _add_weight(scaler_state, weight)
     is_open = True if micro is not None and not micro.sync else None
     following = ScalerState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
-    following.unstepped = scaler_state.unstepped
+    if scaler_state.unstepped is not None:
+        following.unstepped = scaler_state.unstepped
     scaler_state.superseded_by = operation
     return following
 

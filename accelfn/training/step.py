@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
@@ -26,7 +25,7 @@ from accelfn.training.scaler import (
     factor_of_weight,
     may_skip,
     step_was_skipped,
-    unscale_gradients,
+    unscale,
     unstepped_after,
     update_scaler,
 )
@@ -311,7 +310,7 @@ def _step(
             send_buffers(optimizers)
     scales = ctx.precision.scales_loss
     if scales or scaler_state.weight is not None or scaler_state.unstepped is not None:
-        scaler_state = unscale_gradients(ctx, optimizers, copy.copy(scaler_state))
+        scaler_state = unscale(ctx, optimizers, scaler_state)
     by_norm = False
     if ctx.guard.check_gradients and not scales:
         by_norm = may_skip(ctx)
