@@ -103,9 +103,7 @@ _ADVICE = (
             "a parameter got its gradient twice in one backward pass, and DistributedDataParallel averages "
             "only one. Where the model checkpoints a layer that it calls several times, pass "
             "use_reentrant=False to torch.utils.checkpoint; where a loss goes through two models, pass both "
-            "to accumulate; where the loss has a penalty on parameters that the model didn't use, leave "
-            "find_unused_parameters out: what has no gradient counts as zero in any case. Otherwise, if each "
-            "step uses the same parameters, prepare the model with "
+            "to accumulate. Otherwise, if each step uses the same parameters, prepare the model with "
             "DistributedDataParallelKwargs(static_graph=True)."
         ),
     ),

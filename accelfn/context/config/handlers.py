@@ -94,8 +94,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         broadcast_buffers: Whether rank 0 sends its buffers before a forward if they have changed, with shards
             too. Default True.
         bucket_cap_mb: Size of a gradient bucket, in MiB; may be a fraction. Default 25.
-        find_unused_parameters: Whether parameters without a gradient are searched for after each
-            forward. Default False.
+        find_unused_parameters: Accepted, without effect: parameters without a gradient count as zeros in the
+            mean in any case, without torch's search for them after each forward. Default False.
         check_reduction: Accepted by torch, without effect there. Default False.
         gradient_as_bucket_view: Whether gradients are views into the buckets, which saves one copy of
             them. Default False.

@@ -375,7 +375,9 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
             model,
             device_ids=[ctx.device] if _is_all_on(ctx.device, model) else None,
             process_group=ctx.world.group,
-            **ctx.strategy.ddp.to_kwargs(),
+            # What has no gradient counts as zero in any case; a search for it costs a walk of the graph, and
+            # fails for losses that aren't of the forward pass.
+            **{**ctx.strategy.ddp.to_kwargs(), "find_unused_parameters": False},
         )
     register_comm_hook(ctx, wrapped, hook)
     return _watched(ctx, wrapped)

@@ -199,7 +199,6 @@ def test_compressed_gradients_train_nearly_as_well() -> None:
 
 OPTIONS: list[dict[str, Any]] = [
     {"static_graph": True},
-    {"find_unused_parameters": True},
     {"gradient_as_bucket_view": True},
     {"bucket_cap_mb": 1},
     {"broadcast_buffers": False},
