@@ -289,19 +289,24 @@ def test_a_forward_pass_that_is_never_reversed_says_nothing_of_the_next_window()
     assert run_ranks(run, 2, "processes") == [expected] * 2
 
 
-def test_with_a_static_graph_another_loss_is_refused() -> None:
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_where_torch_must_know_what_is_differentiated_another_loss_is_refused(option: str) -> None:
     def run(ctx: Context) -> list[str]:
-        model = af.prepare_model(ctx, Net())
+        if option == "static_graph":
+            ctx = ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+            model = af.prepare_model(ctx, Net())
+        else:  # of the program's own wrapper: prepare's doesn't search
+            model = af.prepare_model(ctx, DistributedDataParallel(Net(), find_unused_parameters=True))
         optimizer, found = sgd(model), list[str]()
         for way in (by_forward, by_forward, by_inner_method, by_forward):
             way(ctx, model, rows(ctx.rank, 0))
             found.append(refusal(ctx, optimizer))
         return found
 
-    options = [DistributedDataParallelKwargs(static_graph=True)]
-    for found in run_ranks(run, 2, "processes", kwargs_handlers=options):
+    for found in run_ranks(run, 2, "processes"):
         assert [bool(text) for text in found] == [False, False, True, False]
-        assert "call the prepared model" in found[2]
+        words = "call the prepared model" if option == "static_graph" else "Call accelfn.backward"
+        assert words in found[2]
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])

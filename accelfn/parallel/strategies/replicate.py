@@ -368,6 +368,9 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         marked: Any = model
         ignored: list[str] = list(getattr(model, IGNORED, ()))
         setattr(marked, IGNORED, [*ignored, *made_of_others])
+    # What has no gradient counts as zero in any case; torch's search for it walks the graph, and fails for
+    # losses that aren't of the forward pass.
+    options: dict[str, Any] = {**ctx.strategy.ddp.to_kwargs(), "find_unused_parameters": False}
     with warnings.catch_warnings():
         # Torch 2.13 has a new name for half of this option's effect, and none for the other half.
         warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)
@@ -375,9 +378,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
             model,
             device_ids=[ctx.device] if _is_all_on(ctx.device, model) else None,
             process_group=ctx.world.group,
-            # What has no gradient counts as zero in any case; a search for it costs a walk of the graph, and
-            # fails for losses that aren't of the forward pass.
-            **{**ctx.strategy.ddp.to_kwargs(), "find_unused_parameters": False},
+            **options,
         )
     register_comm_hook(ctx, wrapped, hook)
     return _watched(ctx, wrapped)
