@@ -289,14 +289,19 @@ def test_a_forward_pass_that_is_never_reversed_says_nothing_of_the_next_window()
     assert run_ranks(run, 2, "processes") == [expected] * 2
 
 
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
-def test_where_torch_must_know_what_is_differentiated_another_loss_is_refused(option: str) -> None:
+@pytest.mark.parametrize(
+    ("option", "is_own"), [("static_graph", False), ("static_graph", True), ("find_unused_parameters", True)]
+)
+def test_where_torch_must_know_what_is_differentiated_another_loss_is_refused(
+    option: str, is_own: bool
+) -> None:
     def run(ctx: Context) -> list[str]:
-        if option == "static_graph":
-            ctx = ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
+        chosen: Any = {option: True}
+        if is_own:  # a wrapper of the program
+            model = af.prepare_model(ctx, DistributedDataParallel(Net(), **chosen))
+        else:
+            ctx = ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(**chosen)])
             model = af.prepare_model(ctx, Net())
-        else:  # of the program's own wrapper: prepare's doesn't search
-            model = af.prepare_model(ctx, DistributedDataParallel(Net(), find_unused_parameters=True))
         optimizer, found = sgd(model), list[str]()
         for way in (by_forward, by_forward, by_inner_method, by_forward):
             way(ctx, model, rows(ctx.rank, 0))

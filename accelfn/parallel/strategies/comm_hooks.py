@@ -148,16 +148,16 @@ def register_comm_hook(ctx: Context, model: DistributedDataParallel, comm_hook: 
     Raises:
         ConfigurationError: Torch has no such hook for this backend.
     """
-    options: DistributedDataParallelKwargs = ctx.strategy.ddp
+    ddp: Any = model
     if comm_hook is None:
         # With a static graph torch waits for the first reductions before any callback runs.
-        if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
-            cast("Any", model).register_comm_hook(Reductions(ctx), Reductions.begin)
+        if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not ddp.static_graph:
+            ddp.register_comm_hook(Reductions(ctx), Reductions.begin)
         return
     try:
-        cast("Any", model).register_comm_hook(comm_hook.state, comm_hook.hook)
+        ddp.register_comm_hook(comm_hook.state, comm_hook.hook)
     except TypeError as error:
         raise ConfigurationError(
-            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend "
+            f"comm_hook={str(ctx.strategy.ddp.comm_hook)!r} is not supported by torch for backend "
             f"{ctx.world.backend}: {error}"
         ) from error
