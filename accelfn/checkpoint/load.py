@@ -287,6 +287,7 @@ def read_parts(
 # --- reading -------------------------------------------------------------------------------------
 
 
+@paused_collection()
 def _read_together(
     disk: Disk, phases: CollectivePhases, directory: str, read: Callable[[OpenCheckpoint], Read]
 ) -> Read:
@@ -387,7 +388,6 @@ def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     return Path(cast("str", folder))
 
 
-@paused_collection()
 def _read(ctx: Context, disk: Disk, like: Any, request: Request, found: OpenCheckpoint) -> Read:
     """Check that a checkpoint fits, and read this rank's part of it."""
     # On all ranks, so that all of them name a missing file, and not only those that need it.

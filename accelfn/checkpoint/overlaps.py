@@ -113,5 +113,8 @@ def memory_for(stored: StoredTensor, target: torch.Tensor | None) -> torch.Tenso
 def part_of(tensor: torch.Tensor, overlap: Overlap) -> torch.Tensor:
     """Return the view of a tensor to load, or of this rank's part of it, for one of its overlaps."""
     shape = overlap.part.shape if overlap.shape is None else overlap.shape
+    local = local_of(tensor).detach()
+    if tuple(local.shape) == shape:  # as usual, and slicing costs more than reading a small tensor
+        return local
     bounds = zip(overlap.target, shape, strict=True)
-    return local_of(tensor).detach()[tuple(slice(start, start + size) for start, size in bounds)]
+    return local[tuple(slice(start, start + size) for start, size in bounds)]

@@ -24,6 +24,9 @@ from accelfn.weights.write import CHUNK_BYTES, SUMS, memory_of, num_chunks
 
 # Bytes read at a time.
 _READ_BYTES = 1 << 20
+# Chunks of at most so many bytes are read with their neighbours; between them there may be padding.
+_SMALL_BYTES = 1 << 16
+_NEAR_BYTES = 64
 # The least work for a thread; less is done without one.
 _BATCH_BYTES = 1 << 22
 _MAX_THREADS = 4
@@ -228,10 +231,11 @@ def _chunks_of(box: Box, target: torch.Tensor | None, entry: Entry) -> Iterator[
         stop = start + box.shape[0] * row_bytes
     memory = memoryview(b"")
     if target is not None:
-        target = target.detach().view(SAME_SIZE[target.dtype.itemsize])
         is_rows = not box.shape or box.shape[1:] == box.part.shape[1:]
-        if is_rows and target.device.type == "cpu" and target.is_contiguous():
+        if is_rows and target.device.type == "cpu" and target.is_contiguous() and not target.is_conj():
             memory, target = memory_of(target), None
+        else:
+            target = target.detach().view(SAME_SIZE[target.dtype.itemsize])
     return _chunks(box, entry, start, stop, memory, target)
 
 
@@ -355,34 +359,69 @@ def _read_chunks(disk: Disk, file: TensorFile, chunks: Sequence[_Chunk]) -> None
 def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
     spare = memoryview(b"")
     with naming(file.path):
-        for box, number, start, stop, memory, first, target in batch:
-            offset = file.entries[box.key].start
-            crc32 = 0
-            for place in range(start, stop, _READ_BYTES):
-                end = min(place + _READ_BYTES, stop)
-                low, high = max(place, first), min(end, first + len(memory))
-                if (low, high) == (place, end):
-                    part = memory[place - first : end - first]
-                else:
-                    spare = spare or memoryview(bytearray(_READ_BYTES))
-                    part = spare[: end - place]
-                if not read_exactly(disk, file.descriptor, part, offset + place):
-                    raise _damage(file.path, file.name, "it became shorter while it was read")
-                crc32 = zlib.crc32(part, crc32)
-                if place <= low < high <= end and high - low < end - place:
-                    memory[low - first : high - first] = part[low - place : high - place]
-                if target is not None:
-                    elements = torch.frombuffer(part, dtype=target.dtype)
-                    shape = box.part.shape
-                    copy_elements(
-                        target, box.offset or [0] * len(shape), shape, place // target.itemsize, elements
+        for group, begin, end in _together(file, batch):
+            if len(group) > 1:
+                spare = spare or memoryview(bytearray(_READ_BYTES))
+                _read(disk, file, spare[: end - begin], begin)
+            for chunk in group:
+                offset, crc32 = file.entries[chunk.box.key].start, 0
+                for place in range(chunk.start, chunk.stop, _READ_BYTES):
+                    stop = min(place + _READ_BYTES, chunk.stop)
+                    if len(group) > 1:
+                        part = spare[offset + place - begin : offset + stop - begin]
+                    elif chunk.first <= place and stop <= chunk.first + len(chunk.memory):
+                        part = chunk.memory[place - chunk.first : stop - chunk.first]
+                        _read(disk, file, part, offset + place)
+                    else:
+                        spare = spare or memoryview(bytearray(_READ_BYTES))
+                        part = spare[: stop - place]
+                        _read(disk, file, part, offset + place)
+                    crc32 = zlib.crc32(part, crc32)
+                    _store(chunk, part, place)
+                if crc32 != file.sums[file.first[chunk.box.key] + chunk.number]:
+                    raise _damage(
+                        file.path,
+                        file.name,
+                        f"bytes {chunk.start} to {chunk.stop} of tensor {leaf_path(chunk.box.name)!r} aren't "
+                        "what was written",
                     )
-            if crc32 != file.sums[file.first[box.key] + number]:
-                raise _damage(
-                    file.path,
-                    file.name,
-                    f"bytes {start} to {stop} of tensor {leaf_path(box.name)!r} aren't what was written",
-                )
+
+
+def _together(file: TensorFile, batch: Sequence[_Chunk]) -> Iterator[tuple[Sequence[_Chunk], int, int]]:
+    """Return chunks to read by one request, with its begin and end in the file: neighbours that are small."""
+    group: list[_Chunk] = []
+    begin = end = 0
+    for chunk in batch:
+        offset = file.entries[chunk.box.key].start
+        start, stop = offset + chunk.start, offset + chunk.stop
+        is_near = end <= start <= end + _NEAR_BYTES and stop - begin <= _READ_BYTES
+        is_small = stop - start <= _SMALL_BYTES and chunk.target is None
+        if group and not (is_near and is_small and group[-1].target is None):
+            yield group, begin, end
+            group = []
+        if not group:
+            begin = start
+        group.append(chunk)
+        end = stop
+    if group:
+        yield group, begin, end
+
+
+def _read(disk: Disk, file: TensorFile, target: memoryview, place: int) -> None:
+    if not read_exactly(disk, file.descriptor, target, place):
+        raise _damage(file.path, file.name, "it became shorter while it was read")
+
+
+def _store(chunk: _Chunk, part: memoryview, place: int) -> None:
+    """Copy bytes of an entry, those from ``place`` on, to where they are wanted and aren't yet."""
+    stop, memory, target = place + len(part), chunk.memory, chunk.target
+    low, high = max(place, chunk.first), min(stop, chunk.first + len(memory))
+    if low < high and part.obj is not memory.obj:
+        memory[low - chunk.first : high - chunk.first] = part[low - place : high - place]
+    if target is not None:
+        shape = chunk.box.part.shape
+        elements = torch.frombuffer(part, dtype=target.dtype)
+        copy_elements(target, chunk.box.offset or [0] * len(shape), shape, place // target.itemsize, elements)
 
 
 def checksums(disk: Disk, descriptor: int, size: int) -> tuple[int, ...] | None:

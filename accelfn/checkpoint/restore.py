@@ -85,6 +85,7 @@ class Request(NamedTuple):
     is_optional: Callable[[str], bool]  # whether the tree needn't have what the checkpoint has at a path
 
 
+@paused_collection()
 def begin_load(
     ctx: Context,
     phases: CollectivePhases,

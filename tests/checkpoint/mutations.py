@@ -87,7 +87,7 @@ _BUGS = r"""
 +    commit(disk, save)
 = read: checksums of tensors aren't compared
 @ state/test_bad_input.py::test_every_byte_counts
--if crc32 != file.sums[file.first[box.key] + number]:
+-if crc32 != file.sums[file.first[chunk.box.key] + chunk.number]:
 +if crc32 < 0:
 = read: the checksum of the checksums isn't compared
 @ state/test_bad_input.py::test_a_file_of_another_checkpoint_of_the_same_shapes[tensors-00000.safetensors]
