@@ -8,13 +8,14 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from accelfn.training.optimizers import parameters_in
 from accelfn.training.prepared import MARK
 
 
 class Siblings:
-    """The parameters of one prepared model: the mark of each of them. Copies and pickles have none."""
+    """The parameters of one prepared model: the mark of each of them."""
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         """Refer to parameters weakly."""
@@ -29,9 +30,9 @@ class Siblings:
         found = [reference() for reference in self._parameters]
         return [one for one in found if one is not None and one.grad is not None]
 
-    def __reduce__(self) -> tuple[type[Siblings], tuple[()]]:
-        """Copy and pickle without parameters: those of a copy have gradients of their own."""
-        return type(self), ()
+    def __reduce__(self) -> tuple[type, tuple[int, ...]]:
+        """Copy and pickle as a plain mark: parameters of a copy have gradients of their own."""
+        return bool, (1,)
 
 
 class Unstepped(Siblings):
@@ -46,6 +47,11 @@ class Unstepped(Siblings):
         """Refer to parameters weakly."""
         super().__init__(parameters)
         self.scale = scale
+
+    @override
+    def __reduce__(self) -> tuple[type, tuple[int, ...]]:
+        """Copy and pickle as None."""
+        return type(None), ()
 
     def forget_cleared(self) -> list[torch.Tensor]:
         """Keep only parameters that have gradients still, and return them."""

@@ -123,6 +123,5 @@ def test_copies_and_pickles_of_models_and_states_train_on_their_own() -> None:
     training.add_loss(1, 3.0)
     training.step(training.often)
     for twin in (copy.deepcopy(training.state), pickle.loads(pickle.dumps(training.state))):
-        assert twin.unstepped is not None
-        assert twin.unstepped.with_gradients() == []
-    assert pickle.loads(pickle.dumps(training.model)).rarely.weight.shape == (1, 2)
+        assert twin.unstepped is None
+    assert b"accelfn." not in pickle.dumps(training.model)  # so it can be loaded without the library
