@@ -124,4 +124,5 @@ def test_copies_and_pickles_of_models_and_states_train_on_their_own() -> None:
     training.step(training.often)
     for twin in (copy.deepcopy(training.state), pickle.loads(pickle.dumps(training.state))):
         assert twin.unstepped is None
-    assert b"accelfn." not in pickle.dumps(training.model)  # so it can be loaded without the library
+    loaded = pickle.loads(pickle.dumps(training.model))
+    assert torch.equal(loaded.rarely.weight, training.model.rarely.weight)
