@@ -293,7 +293,7 @@ def _die() -> None:
 def _pack(report: Any) -> bytes:
     # Not by pickle, which can't read float8 and unsigned tensors back.
     buffer = io.BytesIO()
-    torch.save(report, buffer)
+    torch.save(report, buffer, pickle_protocol=4)  # older ones write TimeoutError as OSError
     return buffer.getvalue()
 
 

@@ -297,7 +297,7 @@ def factor_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
         ctx.collectives.all_reduce(total, "sum")
     total = total.reshape(())
     num_averaged = ctx.num_processes if ctx.reduction is None else 1  # exact mode sums
-    return (num_averaged * inverse_of_weight(total)).float()
+    return num_averaged * inverse_of_weight(total)
 
 
 def inverse_of_weight(weight: torch.Tensor) -> torch.Tensor:

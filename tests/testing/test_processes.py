@@ -58,6 +58,16 @@ def test_errors_keep_their_attributes() -> None:
     assert "gather(ctx," in str(caught.value.__cause__)
 
 
+@pytest.mark.parametrize("kind", [TimeoutError, ConnectionError, ModuleNotFoundError])
+def test_errors_keep_their_class(kind: type[Exception]) -> None:
+    def work(ctx: Context) -> None:
+        raise kind("of the program")
+
+    with pytest.raises(kind) as caught:
+        run_ranks(work, 1, "processes", timeout_s=10)
+    assert type(caught.value) is kind
+
+
 def test_a_process_that_exits_is_named() -> None:
     def work(ctx: Context) -> None:
         if ctx.rank == 1:

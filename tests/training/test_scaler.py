@@ -221,3 +221,11 @@ def test_a_device_without_float64_unscales(monkeypatch: pytest.MonkeyPatch) -> N
     scaler = af.init_scaler(ctx)._replace(scale=torch.tensor(4.0))
     af.unscale_gradients(ctx, torch.optim.SGD([parameter]), scaler)
     assert parameter.grad.tolist() == [2.0, 2.0]
+
+
+def test_gradients_in_float64_are_divided_by_their_weight_in_float64() -> None:
+    model, ctx = one_weight().double(), Context()
+    scaler = af.backward(ctx, model.weight.sum(), init_scaler(ctx), weight=7.0)
+    af.unscale_gradients(ctx, sgd(model), scaler)
+    assert model.weight.grad is not None
+    torch.testing.assert_close(model.weight.grad.item(), 1 / 7, rtol=1e-15, atol=0)

@@ -59,8 +59,10 @@ class Precision:
         modes = tuple(item.value for item in PrecisionType)
         mode = self.mode.value if isinstance(self.mode, PrecisionType) else self.mode
         if mode not in modes:
+            is_full = mode in ("fp32", "float32", "full", "32", None)
+            meant = " That is 'no'." if is_full else did_you_mean(mode, modes)
             raise ConfigurationError(
-                f"mixed_precision must be one of {', '.join(modes)}: got {mode!r}.{did_you_mean(mode, modes)}"
+                f"mixed_precision must be one of {', '.join(modes)}: got {mode!r}.{meant}"
             )
         object.__setattr__(self, "mode", mode)
         object.__setattr__(self, "scales_loss", mode == "fp16" and self.scaler.enabled)

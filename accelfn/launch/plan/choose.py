@@ -167,10 +167,10 @@ def _check_devices(
     else:
         where = "this machine has" if machine.devices else "there are"
     if local_size > machine.devices:
+        fewer = f"--num_processes {machine.devices * config.num_machines}, or " if machine.devices else ""
         raise ConfigurationError(
             f"{local_size} processes on this machine need as many accelerators, but {where} "
-            f"{machine.devices}. Use --num_processes {max(1, machine.devices) * config.num_machines}, or "
-            "--cpu to run them on the CPU."
+            f"{machine.devices}. Use {fewer}--cpu to run them on the CPU."
         )
 
 

@@ -161,7 +161,7 @@ class DDPHandle(Handle):
         ddp: Any = self._model()
         if ddp is None:
             return
-        call_log, is_nested = self._call_log, _unfinished(ddp) is not None
+        call_log, is_nested = self._call_log, _is_unfinished(ddp)
         # From it torch looks for unused parameters where it is to.
         value = None if call_log.backward is None else call_log.backward.value
         if not is_nested:
@@ -200,7 +200,7 @@ class DDPHandle(Handle):
         ddp: Any = self._model()
         if ddp is None or self._unreduced is not None:
             return
-        if _unfinished(ddp) is not None:
+        if _is_unfinished(ddp):
             self._add_zeros()
         self._call_log.reductions = self._reductions + 1  # however many passes it took
 
@@ -230,13 +230,11 @@ class DDPHandle(Handle):
             return self._unreduced
         if ddp.static_graph:
             self._is_announced = False
-        unfinished = _unfinished(ddp)
-        if unfinished is None:
+        if not _is_unfinished(ddp):
             return None
         return (
             "not all parameters of the model got a gradient in the latest backward pass, so torch averaged "
-            "none. Call accelfn.backward, which lets the others count as zeros, in place of loss.backward(). "
-            f"Torch reports: {unfinished}"
+            "none. Call accelfn.backward, which lets the others count as zeros, in place of loss.backward()"
         )
 
 
@@ -279,13 +277,13 @@ def _check_static(parameters: Mapping[str, torch.Tensor], output: Any) -> None:
             leaf.grad_fn.register_prehook(before_backward)
 
 
-def _unfinished(ddp: Any) -> str | None:
-    """Return torch's message about a reduction that has started and not ended; None without one."""
+def _is_unfinished(ddp: Any) -> bool:
+    """Return whether a reduction has started and not ended."""
     try:
         ddp.reducer._check_reducer_finalized()
-    except RuntimeError as error:
-        return str(error)
-    return None
+    except RuntimeError:
+        return True
+    return False
 
 
 # The package of torch's classes of sharded modules, of both versions.

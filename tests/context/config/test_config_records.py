@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accelfn.context import config
+from accelfn.context import Precision, config
 from accelfn.errors import ConfigurationError
 
 # All records that can be made without saying anything.
@@ -139,6 +139,7 @@ INVALID: tuple[tuple[Any, dict[str, Any], type[Exception], str], ...] = (
     (config.Guard, {"timeout": float("inf")}, ConfigurationError, r"timeout must be at least 0, got inf"),
     (config.Guard, {"long_timeout": 0}, ConfigurationError, r"Guard\.long_timeout must be longer than zero"),
     (config.Guard, {"check_replicas_every": 0}, ConfigurationError, r"Guard\.check_replicas_every .*0"),
+    (Precision, {"mode": "fp32"}, ConfigurationError, r"got 'fp32'\. That is 'no'"),
     (config.Guard, {"mode": "sample"}, ConfigurationError, r"'sample'\. Did you mean 'sampled'\? Use one"),
     (
         config.Guard,

@@ -205,7 +205,7 @@ def test_one_process_per_accelerator_by_default() -> None:
     [
         ("--num_processes=8", 4, {}, "but this machine has 4. Use --num_processes 4, or --cpu"),
         ("--multi_gpu", 1, {}, "needs at least two accelerators: got 1."),
-        ("--num_processes=2 --multi_gpu", 0, {}, "need as many accelerators, but there are 0."),
+        ("--num_processes=2 --multi_gpu", 0, {}, "accelerators, but there are 0. Use --cpu"),
         ("--num_processes=4 --gpu_ids=0,1", 4, {}, "--gpu_ids 0,1 lists 2"),
         (
             "--num_processes=2 --multi_gpu",
