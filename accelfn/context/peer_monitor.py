@@ -27,6 +27,12 @@ _LAST_SENDS_S = 0.5
 _BOARD_S = 5.0
 
 
+_ADVICE_ON_UNITS = (
+    " Ranks gather units together: call a unit on every rank equally often, and where a rank doesn't use its "
+    "output, add 0 * output.sum() to the loss."
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerMonitor:
     """Waits for other ranks, and raises when it is clear that one of them won't come.
@@ -192,7 +198,8 @@ class PeerMonitor:
         error = MismatchError(
             entry.operation,
             [Disagreement(peer, "", expected, str(position))],
-            "Every rank must call the same operations in the same order.",
+            "Every rank must call the same operations in the same order."
+            + (_ADVICE_ON_UNITS if self.call_log.inside else ""),
             sorted(
                 [
                     Caller(self.rank, entry.operation, entry.site),

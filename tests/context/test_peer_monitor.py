@@ -108,7 +108,8 @@ def test_a_rank_that_is_ahead_has_skipped_what_it_did_not_finish(has_ended: bool
     thread.start()
     try:
         error = MissingRankError if has_ended else MismatchError
-        with pytest.raises(error) if gathers == 4 else contextlib.nullcontext():
+        advice = "ended" if has_ended else r"add 0 \* output\.sum\(\) to the loss"
+        with pytest.raises(error, match=advice) if gathers == 4 else contextlib.nullcontext():
             PeerMonitor(board=board, call_log=behind, rank=1, size=2).wait(
                 lambda seconds: never(seconds) or time.monotonic() - start > 2.0
             )
