@@ -174,10 +174,11 @@ def check_local(path: str) -> None:
     Raises:
         CheckpointError: It is one; ``pathlib`` may have made one slash of two.
     """
-    if re.search(r"(^|/)[a-z][a-z0-9+.-]+:/", path):
+    found = re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/+(.*)", path, re.DOTALL)
+    if found:
         raise CheckpointError(
-            f"{path} has an address in it, and checkpoints are files. Save to a local folder and copy that, "
-            "or mount the storage."
+            f"{found[1]}://{found[2]} is an address, and checkpoints are files. Save to a local folder and "
+            "copy that, or mount the storage."
         )
 
 

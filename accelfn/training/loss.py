@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -75,8 +76,8 @@ def check_loss(operation: str, value: object, weight: object, *, needs_gradient:
     if isinstance(weight, torch.Tensor):
         if weight.numel() != 1:
             raise _not_one_number(operation, "weight", weight)
-    elif weight is not None and not cast("float", weight) >= 0:
-        raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
+    elif weight is not None and not (isinstance(weight, Real) and cast("float", weight) >= 0):
+        raise ValueError(f"{operation}: the weight must be at least 0, got {weight!r}.")
     if needs_gradient and not value.requires_grad:
         raise ValueError(
             f"{operation}: the loss has no gradient. It was detached, computed under torch.no_grad() or from "

@@ -64,6 +64,7 @@ def by_a_step_over_a_tree(loss_fn: LossFn) -> object:
         (lambda w: w.expand(2, 1), ValueError, r"the loss must be one number, .*shape \(2, 1\)"),
         (lambda w: Loss(w.sum(), torch.ones(2)), ValueError, r"the weight must be one number, .*\(2,\)"),
         (lambda w: Loss(w.sum(), -1), ValueError, "the weight must be at least 0, got -1"),
+        (lambda w: Loss(w.sum(), cast("Any", "3")), ValueError, "the weight must be at least 0, got '3'"),
         (lambda w: Loss(w.sum(), math.nan), ValueError, "the weight must be at least 0, got nan"),
         (lambda w: w.sum().detach(), ValueError, "the loss has no gradient"),
         (lambda w: torch.zeros(()), ValueError, "the loss has no gradient"),

@@ -155,7 +155,7 @@ def test_an_address_is_refused_by_whatever_saves(
         lambda: af.save_model(ctx, torch.nn.Linear(1, 1), address),
     ]
     for attempt in saves:
-        with pytest.raises(CheckpointError, match=r"has an address in it.*copy that, or mount"):
+        with pytest.raises(CheckpointError, match=r"://.* is an address.*copy that, or mount"):
             attempt()
     assert names(tmp_path) == []
 
