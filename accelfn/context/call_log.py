@@ -13,8 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakSet
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 from accelfn.errors import DistributedError
 
@@ -132,15 +132,22 @@ class BackwardPass(list[Callable[[], None]]):
     value: torch.Tensor | None = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpenRead:
     """A loop over a prepared loader that has begun.
 
     Attributes:
-        has_ended: Whether it has read the pass to its end.
+        end: End its pass, if it has yielded the last batch.
     """
 
-    has_ended: bool = False
+    end: Callable[[], None]
+
+
+class Resumed(Protocol):
+    """The passes over a loader that a state was loaded into."""
+
+    def end_rest(self) -> None:
+        """Go to the next epoch, if the state leaves nothing of its own."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +179,7 @@ class CallLog:
         closed: Whether the context that opened this world has been closed.
         open_passes: Passes over data that have begun and not ended, oldest first, to explain a mismatch.
         open_reads: Loops over prepared loaders of this rank, oldest first.
+        resumed: Passes over prepared loaders that a state was loaded into, oldest first; the values are None.
         reductions: Number of backward passes whose gradients have been reduced over the ranks.
         gathers: Number of units that have been gathered from the ranks.
         inside: What of the last operation this rank waits in, such as "the backward pass of"; or "".
@@ -192,6 +200,7 @@ class CallLog:
         self.closed: bool = False
         self.open_passes: list[OpenPass] = []
         self.open_reads: list[OpenRead] = []
+        self.resumed: WeakKeyDictionary[Resumed, None] = WeakKeyDictionary()  # in order, unlike a WeakSet
         self.reductions: int = 0
         self.gathers: int = 0
         self.inside: str = ""

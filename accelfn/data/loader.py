@@ -403,7 +403,7 @@ def loader_state(loader: PreparedDataLoader[Any] | DataLoader[Any]) -> LoaderSta
 
     A state that is taken after a batch was yielded resumes at the next batch, even within an accumulation
     window and with workers that have read ahead. A state that is taken after the last batch, before the loop
-    has ended, resumes with an empty pass, then with the next epoch.
+    has ended, resumes with an empty pass, then with the next epoch. Loaders of one ``zip`` end together.
 
     Ranks: any; doesn't communicate. After the same batch all ranks get the same state, unless each rank reads
     its own data. If rank 0 reads a stream for all, keep rank 0's state: only it includes the state of the
@@ -432,6 +432,9 @@ def restore_loader(loader: PreparedDataLoader[Any] | DataLoader[Any], state: Loa
     Data that each rank reads alone (shards of a source, or data that is already sharded) resumes in a world
     of the same size, each rank from its own state; a stream that several workers read resumes with the same
     number of workers, and the same batch size times ranks.
+
+    If nothing is left of the epoch, the next pass is empty. If that is so for several loaders, as for those
+    of one ``zip``, only the first pass over any of them is empty, and all are then at their next epoch.
 
     Ranks: every rank of the loader's context, with the same state; doesn't communicate. Call it between
     passes: a pass in progress isn't changed.

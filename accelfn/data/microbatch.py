@@ -254,8 +254,6 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             if passes is not None and uneven == "error" and (begun.in_step or begun.counts is not None):
                 read = f" and {position.latest.consumed} samples of epoch {position.epoch}"
             check(world_ctx, Call("microbatches", f"the end after {index} batches{read}"))
-    if passes is not None:  # even if this rank has batches left
-        passes.finish()
 
 
 def _begin_unprepared(ctx: Context, loader: Iterable[T], uneven: Uneven) -> tuple[EpochPass[T], str]:

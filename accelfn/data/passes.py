@@ -117,6 +117,7 @@ class Passes(Generic[T]):
         if not check_state(state, reader.length, reader.settings, can_restore):
             stream = None  # the position is reached by reading up to it
         self.move_to(state.epoch, state.consumed, state.seed, UserState(state.sampler, stream))
+        self.context.collectives.call_log.resumed[self] = None
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next pass, from its start.
@@ -193,28 +194,51 @@ class Passes(Generic[T]):
         with self.reading(), self._told_to_others():
             for batch, position.latest in batches:  # not in _placed: a call for each batch
                 yield batch if place is None else place(batch)
-        self.finish()
 
     @contextmanager
     def reading(self) -> Generator[None, None, None]:
-        """Enclose the loop of a pass, which ends with the loader that it is read side by side with.
+        """Enclose the loop of a pass. At its end, end the pass, and those of loops that have begun within it.
 
         ``zip`` notices the end of the first loader, and leaves the second after its last batch.
         """
         position, reads = self.position, self.context.collectives.call_log.open_reads
-        before, own, num_begun = tuple(reads), OpenRead(), position.num_begun
+        num_begun = position.num_begun
+
+        def is_current() -> bool:
+            return position.in_progress and position.num_begun == num_begun
+
+        def end() -> None:
+            if is_current() and position.latest.is_last:
+                self.finish()
+
+        own = OpenRead(end)
         reads.append(own)
         try:
             yield
-            own.has_ended = True
-        except GeneratorExit:
-            is_current = position.in_progress and position.num_begun == num_begun
-            # One that began earlier and ends earlier doesn't enclose this loop, nor is it enclosed.
-            if is_current and position.latest.is_last and any(other.has_ended for other in before):
+            if is_current():
                 self.finish()
-            raise
+            for inner in reads[reads.index(own) + 1 :]:
+                inner.end()
         finally:
             reads.remove(own)
+
+    def end_rest(self) -> None:
+        """Go to the next epoch, if a state was loaded that leaves no batch of its epoch on any rank.
+
+        Ranks: every rank of the context.
+        """
+        position = self.position
+        if not position.start:
+            return
+        before = dict(vars(position))
+        begun = self._begin_at(position.start, skips=False)
+        if _is_empty(begun):
+            # Read rather than skipped: samplers and streams with a state go on from the end of their epoch.
+            for _ in begun.batches:
+                pass
+            self.finish()
+        else:
+            vars(position).update(before)
 
     def _placed(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
         place = self._placer()
@@ -248,13 +272,15 @@ class Passes(Generic[T]):
             self.reader.seed, position.has_seed = self._agree_on_seed(), True
         if position.in_progress:  # the previous pass was left early, which ends its epoch
             self.set_epoch(position.epoch + 1)
-        skips = self._skips(position.start)
+        start, skips = position.start, self._skips(position.start)
         if skips and self._epoch_is_over():
-            # The skipped batches are those of the next epoch, which begins as after any other pass.
-            for _ in self._begin_at(position.start, skips=False).batches:
-                pass
-            self.finish()
-        return self._begin_at(position.start, skips)
+            self.end_rest()  # the skipped batches are those of the next epoch
+        begun = self._begin_at(position.start, skips)
+        if start and _is_empty(begun):
+            # Of loaders that are read side by side, zip asks only the first one for the rest of an epoch.
+            for other in list(self.context.collectives.call_log.resumed):
+                other.end_rest()
+        return begun
 
     def _begin_at(self, start: int, skips: bool) -> EpochPass[T]:
         position, plan = self.position, self.reader.plan(0) if skips else None
@@ -292,3 +318,8 @@ class Passes(Generic[T]):
         if not start or full is None or remaining is None:
             return False
         return remaining.num_steps == 0 and full.num_steps > self._num_skipped
+
+
+def _is_empty(begun: EpochPass[Any]) -> bool:
+    """Return whether a pass is known to have no batch on any rank."""
+    return begun.counts is not None and not any(begun.counts)

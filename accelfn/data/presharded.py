@@ -122,7 +122,8 @@ class PreshardedReader(Reader[T]):
                 state = self._tracked_dataset.state()
             elif self._tracked is not None and self._tracked.of_workers:
                 state = batches.state_dict()
-            yield batch, BatchInfo(num_rows=rows_of(batch), consumed=number, stream=state)
+            is_last = None if total is None else number == total
+            yield batch, BatchInfo(rows_of(batch), is_last=is_last, consumed=number, stream=state)
 
 
 class _TrackedDataset(Proxy, IterableDataset[Any]):

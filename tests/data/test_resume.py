@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, WeightedRandomSampler
 
 import accelfn as af
 from accelfn import Context
@@ -17,6 +17,8 @@ from accelfn.data import next_plan, skip_first_batches
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 from tests.data.sources import Counting, Numbers, Shards, numbers
+
+SEEDED = af.DataLoaderConfiguration(data_seed=5)
 
 
 def epoch_of(num: int, shuffle: bool, seed: int = 7, epoch: int = 0) -> list[int]:
@@ -68,6 +70,71 @@ def test_loaders_that_are_read_side_by_side_end_together(way: str) -> None:
         return before, read(ctx, restored)
 
     assert run_ranks(run, 2) == [(2, 2)] * 2
+
+
+@pytest.mark.parametrize("sharding", ["global", "already_sharded"])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("way", ["loop", "microbatches", "one", "around", "accelerator"])
+def test_loaders_that_are_read_side_by_side_resume_together(way: str, world: int, sharding: Any) -> None:
+    def make(ctx: Context) -> list[Any]:
+        generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+        samplers: list[Any] = [WeightedRandomSampler([1.0] * 8, 8, generator=own) for own in generators]
+        batching: Any = type("Own", (BatchSampler,), {})(samplers[1], 2, False)
+        sources: list[Any] = [
+            numbers(8, shuffle=True),
+            DataLoader(Counting(8), batch_size=2, sampler=samplers[0]),
+            DataLoader(Counting(8), batch_sampler=batching),
+        ]
+        if sharding != "global":  # whose order is the program's
+            sources = [numbers(8) for _ in sources]
+        loaders: list[Any] = [af.prepare_data_loader(ctx, source, sharding) for source in sources]
+        return list(af.Accelerator(context=ctx).prepare(*loaders)) if way == "accelerator" else loaders
+
+    def read(ctx: Context, loaders: list[Any], first: int) -> Iterator[tuple[int, Any, Any]]:
+        """Yield the epoch, the batches and the states after each step, and after each epoch."""
+        num_micro = {"microbatches": 3, "one": 1}.get(way, 0)
+        for epoch in range(first, 3):
+            parts: list[Any] = [
+                (batch for batch, _ in af.microbatches(ctx, loader)) if place < num_micro else loader
+                for place, loader in enumerate(loaders)
+            ]
+            together: Any = zip(*parts, strict=False)  # the name outlives the loop, as that of a bar may
+            if way == "around":
+                together = (batches for batches, _ in af.microbatches(ctx, together))
+            for batches in together:
+                values = [batch.tolist() for batch in batches]
+                yield epoch, values, [af.loader_state(loader) for loader in loaders]
+            yield epoch + 1, None, [af.loader_state(loader) for loader in loaders]
+
+    def run(ctx: Context) -> None:
+        whole = list(read(ctx, make(ctx), 0))
+        assert [epoch for epoch, batches, _ in whole if batches is None] == [1, 2, 3]
+        for place, (epoch, _, states) in enumerate(whole):
+            loaders = make(ctx)
+            for loader, state in zip(loaders, states, strict=True):
+                af.restore_loader(loader, state)
+            assert list(read(ctx, loaders, epoch)) == whole[place + 1 :]
+
+    run_ranks(run, world, gradient_accumulation_steps=1 if way == "around" else 2, dataloader_config=SEEDED)
+
+
+def test_a_loader_with_batches_left_reads_them_though_another_one_has_none() -> None:
+    def make() -> list[Any]:
+        sampler = WeightedRandomSampler([1.0] * 8, 8, generator=torch.Generator().manual_seed(1))
+        drawn = DataLoader(Counting(8), batch_size=2, sampler=sampler)
+        return [af.prepare_data_loader(Context(), source) for source in (numbers(4), drawn)]
+
+    drawn = [batch.tolist() for batch in make()[1]]
+    loaders = make()
+    states = [[af.loader_state(loader) for loader in loaders] for _ in zip(*loaders, strict=False)][-1]
+    for num_skipped in (None, 3):
+        short, long = make()
+        for loader, state in zip((short, long), states, strict=True):
+            af.restore_loader(loader, state)
+        rest = long if num_skipped is None else skip_first_batches(long, num_skipped)
+        assert list(short) == []
+        assert af.loader_state(long) == states[1]
+        assert [batch.tolist() for batch in rest] == drawn[num_skipped or 2 :]
 
 
 def test_a_loop_that_is_left_after_its_last_batch_has_not_ended() -> None:
