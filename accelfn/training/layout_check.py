@@ -29,7 +29,7 @@ from accelfn.parallel.facts import modules_of, table_text
 from accelfn.parallel.handle import handles_of
 from accelfn.parallel.pointers import named
 from accelfn.parallel.strategies.compilation import without_compile
-from accelfn.parallel.strategies.position_check import random_states_restored
+from accelfn.parallel.strategies.position_check import precision_of, random_states_restored
 from accelfn.parallel.values import gathered, names_on_meta
 from accelfn.training.loss import Loss
 from accelfn.training.prepare import prepare_model
@@ -201,7 +201,7 @@ def verify_layout(
         loss_of_one=loss_of_one,
         outputs={name or type(whole).__name__: one for name, one in by_module.items()},
         gradients=_largest(complete, [of_rank for _, of_rank in found]),
-        tolerance=_precision_of(ctx, model) ** 0.5 if tolerance is None else tolerance,
+        tolerance=precision_of(ctx, model) ** 0.5 if tolerance is None else tolerance,
     )
 
 
@@ -443,12 +443,3 @@ def _largest(order: Iterable[str], by_rank: Sequence[Mapping[str, float]]) -> di
     """Return the largest difference of all ranks, by name and in this order."""
     found = {name: [one[name] for one in by_rank if name in one] for name in order}
     return {name: max(differences) for name, differences in found.items() if differences}
-
-
-def _precision_of(ctx: Context, model: nn.Module) -> float:
-    """Return the smallest relative step of the coarsest dtype that the model computes in."""
-    computed = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16, "bf16": torch.bfloat16}
-    parameters = [*model.parameters()]
-    dtypes = {one.dtype.to_real() for one in parameters if one.is_floating_point() or one.is_complex()}
-    dtypes.add(computed.get(ctx.mixed_precision, torch.float64))
-    return max(torch.finfo(dtype).eps for dtype in dtypes)

@@ -8,9 +8,11 @@ positions of the first batch.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -20,11 +22,14 @@ from accelfn.comm.agreement import as_bytes
 from accelfn.context import Context, device_random_state, set_device_random_state
 from accelfn.parallel.buffers import KeptBuffers
 from accelfn.parallel.facts import modules_of
-from accelfn.tree import digest_tensors, flatten, is_dtensor
+from accelfn.tree import digest_tensors, flatten, is_dtensor, local_of
 
 _POSITIONS = 16  # at most, that are tried
-# Of the mean size of the numbers. Rounding, also that of 8 bits, is below it.
-_TOLERANCE = 0.05
+# Of the mean size of the numbers. Kernels may compute a position that moved in another way: rounding, also
+# that of 8 bits, is below it.
+_MOVED_TOLERANCE = 0.05
+# Smallest relative steps of products of 8 bits, and of float32 where torch may round it.
+_STEP_OF_8_BITS, _STEP_OF_ROUNDED = 2.0**-7, 2.0**-10
 _CALL = Call("forward", "the check of positions")
 _PLAIN = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
 
@@ -59,19 +64,19 @@ class _Trial(NamedTuple):
     size: int
 
     def moved(self) -> list[Any]:
-        """Return the leaves with their positions in reversed order, a third of them copies of the first."""
-        chosen = torch.arange(self.size)
-        chosen[_copied(self.size)] = 0
+        """Return the leaves with a third of their positions in place, and others at all other places."""
         return [
-            leaf.index_select(self.dims[place], chosen.flip(0).to(leaf.device))
+            leaf.index_select(self.dims[place], _sources(self.size).to(leaf.device))
             if place in self.dims
             else leaf
             for place, leaf in enumerate(self.leaves)
         ]
 
 
-def _copied(count: int) -> torch.Tensor:
-    return torch.arange(count) % 3 == 1
+def _sources(count: int) -> torch.Tensor:
+    """Return which position is at each place in the second run; some twice, so that sums differ too."""
+    places = torch.arange(count)
+    return torch.where(places % 3 == 1, places, (count - 1 - places) // 2)
 
 
 def find_mixing_module(
@@ -83,9 +88,11 @@ def find_mixing_module(
 ) -> str | None:
     """Return the first module whose output at a position depends on the others, or on its place among them.
 
-    The model runs twice on a few positions, in evaluation mode and without gradients, the second time on
-    some others of them in another order. Buffers and random states are left as they were. A model that can't
-    be tried so isn't: its inputs have no positions, or it draws random numbers or fails on so few.
+    The model runs twice on a few positions, in evaluation mode and without gradients, with the same random
+    numbers. The second time a third of the positions is in place, for which only rounding may differ, and
+    others have moved. Parameters that are one number, as gates that begin as zeros, have other values
+    meanwhile. Parameters, buffers and random states are left as they were. A model that can't be tried so
+    isn't: its inputs have no positions, or it fails on so few.
 
     Ranks: every rank of ``ctx``.
 
@@ -105,15 +112,22 @@ def find_mixing_module(
     if not all(gather_bytes(ctx, _CALL, b"" if trial is None else b"1")) or trial is None:
         return None
     outputs: list[dict[str, torch.Tensor]] = []
-    with _undone(ctx, model) as is_drawing, _recorded(model, trial) as recorded:
+    draws = False
+    with _undone(model), _recorded(model, trial) as recorded:
         for tried in (trial.leaves, trial.moved()):
             recorded.clear()
             few_args, few_kwargs = structure.unflatten(tried)
-            if catch(lambda a=few_args, k=few_kwargs: call(*a, **k))[1] is None and not is_drawing():
-                outputs.append(dict(recorded))
+            with random_states_restored(ctx) as is_drawing:
+                if catch(lambda a=few_args, k=few_kwargs: call(*a, **k))[1] is None:
+                    outputs.append(dict(recorded))
+                draws = draws or is_drawing()
     found = None
     if len(outputs) == 2:  # what failed will fail in the model's own pass too
-        found = next((name for name in outputs[0] if _differs(*(run.get(name) for run in outputs))), None)
+        tolerance = _step_of(ctx, model) ** 0.5 / 4
+        # A position that moved got the random numbers of another.
+        tolerances = (tolerance, math.inf if draws else _MOVED_TOLERANCE)
+        first, second = outputs
+        found = next((name for name in first if _differs(first[name], second.get(name), *tolerances)), None)
     names = gather_bytes(ctx, _CALL, b"" if found is None else (found or type(model).__name__).encode())
     return next((name.decode() for name in names if name), None)
 
@@ -168,24 +182,57 @@ def random_states_restored(ctx: Context) -> Generator[Callable[[], bool]]:
 
 
 @contextmanager
-def _undone(ctx: Context, model: nn.Module) -> Generator[Callable[[], bool]]:
-    """Run the model without effects inside; yields whether it has drawn random numbers."""
+def _undone(model: nn.Module) -> Generator[None]:
+    """Run the model in evaluation mode without effects inside."""
     modules = list(model.modules())
     training = [module.training for module in modules]
     for module in modules:
         module.training = False
+    torch.clear_autocast_cache()
     try:
         with (
             KeptBuffers(modules),
-            random_states_restored(ctx) as is_drawing,
+            _varied(model),
             torch.no_grad(),
             torch.compiler.set_stance("force_eager"),
         ):
-            yield is_drawing
+            yield
     finally:
         for module, was_training in zip(modules, training, strict=True):
             module.training = was_training
-        torch.clear_autocast_cache()  # of weights without gradients
+        torch.clear_autocast_cache()  # of weights without gradients, and with other values
+
+
+@contextmanager
+def _varied(model: nn.Module) -> Generator[None]:
+    """Give trained parameters of one number other values inside: with a gate of zero nothing is seen.
+
+    Frozen ones keep theirs. Of a parameter that is sharded, the local part is what counts.
+    """
+    values: list[tuple[torch.Tensor, torch.Tensor]] = []
+    try:
+        for number, parameter in enumerate(model.parameters()):
+            # Not counted as a change, since ``data`` is written: a backward pass may need this tensor.
+            one = local_of(parameter).data
+            is_plain = type(one) is torch.Tensor and one.is_floating_point() and not one.is_meta
+            if not parameter.requires_grad or not is_plain or not one.numel():
+                continue
+            value = one.flatten()[0].clone()
+            if bool((one == value).all()):
+                # By its number, so that ranks with other shards draw the same for one that they share.
+                own = torch.Generator().manual_seed(number)
+                drawn = torch.rand(one.shape, generator=own, device="cpu") / 2
+                values.append((one, value))
+                one.add_((drawn / one.shape[-1] ** 0.5 if one.dim() > 1 else drawn).to(one))
+        yield
+    finally:
+        for one, value in values:
+            one.fill_(value)
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        for unit in [*model.modules()][1:]:
+            # It may keep what it has gathered. The model itself gathered before, and for its own pass.
+            if fsdp is not None and isinstance(unit, fsdp.FSDPModule):
+                cast("Any", unit).reshard()
 
 
 @contextmanager
@@ -199,7 +246,8 @@ def _recorded(model: nn.Module, trial: _Trial) -> Generator[dict[str, torch.Tens
                 dims = [dim for dim, extent in enumerate(leaf.shape) if extent == trial.size]
                 # Not lists of tokens: experts may get as many as there are rows or positions.
                 if len(dims) == 1 and leaf.dim() > 2 and leaf.shape[0] == trial.rows:
-                    found.setdefault(name, leaf.detach().movedim(dims[0], 0).flatten(1).double())
+                    of_rows = leaf.detach().movedim(dims[0], 0).flatten(2)
+                    found.setdefault(name, of_rows.to(torch.float64, copy=True))
 
     with ExitStack() as stack:
         for name, module in modules_of(model).items():
@@ -208,11 +256,39 @@ def _recorded(model: nn.Module, trial: _Trial) -> Generator[dict[str, torch.Tens
         yield found
 
 
-def _differs(first: torch.Tensor | None, moved: torch.Tensor | None) -> bool:
-    """Return whether positions that weren't copied are others in the second run."""
-    if first is None or moved is None or first.shape != moved.shape:
+def precision_of(ctx: Context, model: nn.Module) -> float:
+    """Return the smallest relative step of the coarsest dtype that the model computes in."""
+    computed = {"fp8": torch.float8_e4m3fn, "fp16": torch.float16, "bf16": torch.bfloat16}
+    parameters = [*model.parameters()]
+    dtypes = {one.dtype.to_real() for one in parameters if one.is_floating_point() or one.is_complex()}
+    dtypes.add(computed.get(ctx.mixed_precision, torch.float64))
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _step_of(ctx: Context, model: nn.Module) -> float:
+    """Return the smallest relative step of the coarsest numbers that the model computes with."""
+    steps = [precision_of(ctx, model)]
+    dtypes = {one.dtype for one in (*model.parameters(), *model.buffers())} - {torch.bool}
+    if any(dtype.itemsize == 1 for dtype in dtypes):
+        steps.append(_STEP_OF_8_BITS)
+    # Torch doesn't tell if both of its settings were used.
+    if ctx.device.type != "cpu" and catch(torch.get_float32_matmul_precision)[0] != "highest":
+        steps.append(_STEP_OF_ROUNDED)
+    return max(steps)
+
+
+def _differs(
+    first: torch.Tensor, second: torch.Tensor | None, tolerance: float, moved_tolerance: float
+) -> bool:
+    """Return whether positions are others in the second run, from (positions, rows, features) of both."""
+    if second is None or first.shape != second.shape:
         return False
-    change = (first - moved.flip(0)).abs().nan_to_num()
-    is_copied = _copied(len(first)).to(first.device)
-    size = torch.maximum(change[is_copied].mean(), first.abs().nan_to_num().mean())
-    return bool(change[~is_copied].mean() > _TOLERANCE * size)
+    sources = _sources(len(first)).to(first.device)
+    is_kept = sources == torch.arange(len(first), device=first.device)
+    difference = (second - first[sources]).abs().nan_to_num().mean(2)
+    change = (second - first)[~is_kept].abs().nan_to_num().mean()
+    size = torch.maximum(change, first.abs().nan_to_num().mean())
+    # The median: where rounding is decisive, as for the choice of an expert, a token may be quite another.
+    if difference[is_kept].median() > tolerance * size:
+        return True
+    return bool(difference[~is_kept].mean() > moved_tolerance * size)
