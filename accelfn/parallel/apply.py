@@ -24,7 +24,7 @@ from accelfn.parallel.strategies.precision import with_precision
 from accelfn.parallel.strategies.replicate import replicate
 from accelfn.parallel.strategies.strategy import Application, Planning, Strategy
 from accelfn.parallel.strategies.table import STRATEGIES
-from accelfn.parallel.values import fill, materialize, release
+from accelfn.parallel.values import fill, materialize, release, send_values
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -63,6 +63,22 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
         with_precision(ctx, model)
     leave_pointers(before, model)
     return cast("M", result)
+
+
+def adopt_layers(ctx: Context, model: nn.Module) -> None:
+    """Take over a model whose layers are split over the ranks along tp already, as transformers loads it.
+
+    Ranks: every rank of ``ctx``, which has tp alone.
+
+    Raises:
+        MismatchError: The models of the ranks differ in a name, shape or dtype.
+        ConfigurationError: The options don't fit the model.
+    """
+    apply_compute(ctx, model)
+    send_values(ctx, model)
+    LocalHandle(model)
+    with_named_errors(model, ctx.collectives.translate_error)
+    check_each_forward(ctx, model)
 
 
 def apply_compute(ctx: Context, model: nn.Module) -> None:

@@ -162,7 +162,7 @@ def fill(ctx: Context, model: nn.Module, values: Values) -> None:
 
 
 def send_values(ctx: Context, model: nn.Module) -> None:
-    """Set the parameters and buffers of a complete model to rank 0's values, some at a time.
+    """Set the parameters and buffers that a rank has complete to rank 0's values, some at a time.
 
     Does nothing for a model with tensors on the meta device: those of an offloaded one are elsewhere.
 
@@ -174,7 +174,8 @@ def send_values(ctx: Context, model: nn.Module) -> None:
     if ctx.num_processes == 1 or names_on_meta(model):
         return
     found = (*model.named_parameters(), *model.named_buffers())
-    tensors = {name: tensor.detach() for name, tensor in found if not is_made_of_others(tensor)}
+    found = ((name, one.detach()) for name, one in found if not (is_made_of_others(one) or is_dtensor(one)))
+    tensors = dict(found)
     verify_structure(ctx, tensors)
     fill(ctx, model, Values(tensors, (), ()))
 

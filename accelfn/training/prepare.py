@@ -19,7 +19,7 @@ from accelfn.context import Context, takes_context
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import ModelPlan, plan_model
-from accelfn.parallel.apply import apply_compute, apply_model
+from accelfn.parallel.apply import adopt_layers, apply_compute, apply_model
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.gradient_hooks import refuse_hooks
 from accelfn.parallel.handle import has_engine
@@ -209,6 +209,9 @@ def prepare_model(
         apply_compute(ctx, model)
         setattr(model, MARK, mark_of(ctx)._replace(is_unaveraged=True))
         return model
+    if any(is_dtensor(parameter) for parameter in model.parameters()):
+        adopt_layers(ctx, model)
+        return _marked(ctx, model, model)
     settled = _agreed(ctx, lambda: _planned(ctx, model, plan))
     if settled.is_spread:
         check_packed(ctx, model)

@@ -14,6 +14,7 @@ import torch
 
 import accelfn as af
 from accelfn.context import Context
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.parallel.layouts import LAYOUTS
 
@@ -159,3 +160,45 @@ def test_adapters_train_beside_shards_as_in_one_process(tmp_path: Path) -> None:
     for name, one in ranks[0].weights.items():
         assert torch.equal(one, read[name])
         assert torch.allclose(one, plain.weights[name], atol=1e-5)
+
+
+def test_a_model_that_transformers_has_split_is_taken_as_it_is(tmp_path: Path) -> None:
+    make_llama(tied=False).save_pretrained(tmp_path / "weights")
+    ids = torch.randint(0, _VOCABULARY, (_ROWS, 8), generator=torch.Generator().manual_seed(3))
+
+    def run(ctx: Context, first: int, last: int) -> list[float]:
+        transformers: Any = importlib.import_module("transformers")
+        options: dict[str, Any] = {}
+        if ctx.num_processes > 1:
+            utils: Any = importlib.import_module("transformers.distributed.configuration_utils")
+            options["distributed_config"] = utils.DistributedConfig(tp_size=2)
+        model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights", **options)
+        if ctx.rank == 1:
+            torch.nn.init.zeros_(model.model.norm.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model, optimizer = af.prepare(ctx, model, optimizer)
+        scaler, losses = af.init_scaler(ctx), list[float]()
+        tree = {"model": model, "optimizer": optimizer}
+        if first:
+            af.load_state(ctx, tmp_path / "checkpoint", tree)
+        for _ in range(first, last):
+            loss = model(input_ids=ids, labels=ids).loss
+            scaler = af.backward(ctx, loss, scaler)
+            scaler = af.unscale_gradients(ctx, optimizer, scaler)
+            norm = af.clip_grad_norm_(ctx, model.parameters(), 1.0, scaler_state=scaler)
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+            losses += [loss.item(), norm.item()]
+        if not first:
+            af.save_state(ctx, tmp_path / "checkpoint", tree)
+        return losses
+
+    def split(first: int, last: int) -> list[list[float]]:
+        layout = af.ParallelismConfig(tp_size=2)
+        return run_ranks(lambda ctx: run(ctx, first, last), 2, "processes", parallelism_config=layout)
+
+    (expected,) = run_ranks(lambda ctx: run(ctx, 0, 2), 1)
+    assert split(0, 2) == [pytest.approx(expected, rel=1e-5)] * 2
+    (expected,) = run_ranks(lambda ctx: run(ctx, 2, 4), 1)  # from what two ranks saved
+    assert split(2, 4) == [pytest.approx(expected, rel=1e-4)] * 2
+    with pytest.raises(ConfigurationError, match=r"With ParallelismConfig\(tp_size=2\) and nothing else"):
+        run_ranks(lambda ctx: run(ctx, 0, 1), 2, "processes")

@@ -418,11 +418,13 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
                     f"{found}, as a part of another prepared model. Prepare the model that holds all of its "
                     "parameters."
                 )
-            raise ConfigurationError(
-                f"{found} in a layout of its own, as transformers loads it with tp_plan or a "
-                "DistributedConfig. Load it without, and let prepare split it by the model's own plan: "
-                "ParallelismConfig(tp_size=...)."
-            )
+            if not _is_split_over(ctx, parameter):
+                raise ConfigurationError(
+                    f"{found} in a layout of its own, as transformers loads it with tp_plan or a "
+                    f"DistributedConfig. With ParallelismConfig(tp_size={ctx.num_processes}) and nothing else "
+                    "a model that is split over all ranks is taken as it is. Otherwise load it without, and "
+                    "let prepare split it by the model's own plan."
+                )
     if not isinstance(model, DistributedDataParallel):
         return
     group = ctx.world.group
@@ -440,6 +442,13 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
     if ctx.reduction is not None or ctx.strategy.ddp != DistributedDataParallelKwargs():
         what = "DistributedDataParallelKwargs" if ctx.reduction is None else 'reduction="canonical"'
         raise ConfigurationError(f"{before}has options of its own, where this context has {what}.{after}")
+
+
+def _is_split_over(ctx: Context, parameter: Any) -> bool:
+    """Return whether a shard is of a layer that all ranks of a context share along tp."""
+    mesh = parameter.device_mesh.mesh
+    is_alone = ctx.mesh is not None and ctx.axis_size("tp") == ctx.num_processes
+    return is_alone and mesh.dim() == 1 and mesh.tolist() == list(range(ctx.num_processes))
 
 
 def _is_all_on(device: torch.device, model: nn.Module) -> bool:
