@@ -421,9 +421,9 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
             if not _is_split_over(ctx, parameter):
                 raise ConfigurationError(
                     f"{found} in a layout of its own, as transformers loads it with tp_plan or a "
-                    f"DistributedConfig. With ParallelismConfig(tp_size={ctx.num_processes}) and nothing else "
-                    "a model that is split over all ranks is taken as it is. Otherwise load it without, and "
-                    "let prepare split it by the model's own plan."
+                    f"DistributedConfig. With ParallelismConfig(tp_size={ctx.num_processes}) and nothing "
+                    "else a model that is split over all ranks is taken as it is. Otherwise load it without, "
+                    "and let prepare split it by the model's own plan."
                 )
     if not isinstance(model, DistributedDataParallel):
         return
