@@ -210,6 +210,7 @@ def prepare_model(
         setattr(model, MARK, mark_of(ctx)._replace(is_unaveraged=True))
         return model
     if any(is_dtensor(parameter) for parameter in model.parameters()):
+        _agreed(ctx, lambda: _check_shared(model, has_shards=True))
         adopt_layers(ctx, model)
         return _marked(ctx, model, model)
     settled = _agreed(ctx, lambda: _planned(ctx, model, plan))
@@ -256,13 +257,16 @@ def _agreed(ctx: Context, action: Callable[[], T]) -> T:
 def _planned(ctx: Context, model: nn.Module, plan: ModelPlan | None) -> ModelPlan:
     settled = plan or plan_model(ctx, model)
     is_spread = settled.is_spread
-    if is_spread:
-        has_shards = settled.shard is not None or settled.tensor is not None
-        check_plan("prepare_model", stepping_of(model.parameters()), has_shards=has_shards)
     check_devices(ctx, model, is_spread=is_spread)
     if is_spread:
-        refuse_hooks(model)
+        _check_shared(model, has_shards=settled.shard is not None or settled.tensor is not None)
     return settled
+
+
+def _check_shared(model: nn.Module, *, has_shards: bool) -> None:
+    """Refuse what a model can't have whose parameters ranks share."""
+    check_plan("prepare_model", stepping_of(model.parameters()), has_shards=has_shards)
+    refuse_hooks(model)
 
 
 def _placed(ctx: Context, model: M) -> tuple[M, tuple[str, ...]]:

@@ -14,7 +14,7 @@ import torch
 
 import accelfn as af
 from accelfn.context import Context
-from accelfn.errors import ConfigurationError
+from accelfn.errors import AccelfnError, ConfigurationError
 from accelfn.testing import run_ranks
 from tests.parallel.layouts import LAYOUTS
 
@@ -202,3 +202,26 @@ def test_a_model_that_transformers_has_split_is_taken_as_it_is(tmp_path: Path) -
     assert split(2, 4) == [pytest.approx(expected, rel=1e-4)] * 2
     with pytest.raises(ConfigurationError, match=r"With ParallelismConfig\(tp_size=2\) and nothing else"):
         run_ranks(lambda ctx: run(ctx, 0, 1), 2, "processes")
+
+    def refused(ctx: Context) -> list[str]:
+        transformers: Any = importlib.import_module("transformers")
+        utils: Any = importlib.import_module("transformers.distributed.configuration_utils")
+        found: list[str] = []
+        for kind in ("hook", "muon"):
+            split_by = utils.DistributedConfig(tp_size=2)
+            model = transformers.LlamaForCausalLM.from_pretrained(
+                tmp_path / "weights", distributed_config=split_by
+            )
+            weight = model.model.layers[0].mlp.up_proj.weight
+            if kind == "hook":
+                weight.register_hook(torch.clone)
+            optimizer = torch.optim.Muon([weight]) if kind == "muon" else torch.optim.SGD([weight])
+            with pytest.raises(AccelfnError) as caught:
+                af.prepare(ctx, model, optimizer)
+            found.append(str(caught.value))
+        return found
+
+    layout = af.ParallelismConfig(tp_size=2)
+    for hook, muon in run_ranks(refused, 2, "processes", parallelism_config=layout):
+        assert "has a hook on its gradient" in hook
+        assert "Muon can't step" in muon

@@ -205,7 +205,7 @@ def _undone(model: nn.Module) -> Generator[None]:
 
 @contextmanager
 def _varied(model: nn.Module) -> Generator[None]:
-    """Give trained parameters of one number other values inside: with a gate of zero nothing is seen.
+    """Set trained parameters of one number to other values inside: with a gate of zero nothing is seen.
 
     Frozen ones keep theirs. Of a parameter that is sharded, the local part is what counts.
     """
