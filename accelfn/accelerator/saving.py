@@ -27,6 +27,9 @@ from accelfn.checkpoint.background import CollectivePhases
 from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import list_names
+from accelfn.storage.object_store import disk_at
 from accelfn.training import unwrap_model
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
@@ -397,7 +400,7 @@ class Saving(Holdings):
                 f"{'step' if output_dir is None else 'output_dir'} was passed too. Leave one of the two out."
             )
         folder = self._folder("save_state")
-        names = os.listdir(folder) if folder.is_dir() else []
+        names = list_names(disk_at(folder), os.fspath(as_path(folder)))
         taken = [int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))]
         return max([self._next_number, *(number + 1 for number in taken)])
 

@@ -26,7 +26,7 @@ from accelfn.weights.index import read_header
 from accelfn.weights.match import LoadStep
 from accelfn.weights.open import stored_in
 from accelfn.weights.places import check_device, read_place
-from accelfn.weights.stored import FileId, Stored, drop_pages, file_id_of, map_stored, open_unchanged
+from accelfn.weights.stored import FileId, Stored, drop_pages, file_id_of, map_stored, opened_unchanged
 from accelfn.weights.write import memory_of
 
 
@@ -134,7 +134,8 @@ def convert(
     if by_file:
         with writing_to(folder, "offload_folder") as output:
             for path, some in by_file.items():
-                open_unchanged(path, file_ids).close()
+                with opened_unchanged(path, file_ids):
+                    pass
                 tensors.update(_convert_file(path, some, file_ids[path], output, advance))
     return [tensors[f"{index}:{source.name}"] for index, (source, _) in enumerate(conversions)]
 
@@ -181,8 +182,7 @@ def _convert_file(
 
 def _describe(source: Stored) -> list[object]:
     parts = [
-        [str(part.path.resolve()), list(file_id_of(part.path.stat())), _describe(part)]
-        for part in source.parts
+        [str(part.path.resolve()), list(file_id_of(part.path)), _describe(part)] for part in source.parts
     ]
     return [str(source.dtype), list(source.shape), source.start, source.operations, parts]
 

@@ -12,6 +12,7 @@ import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from accelfn.checkpoint.background import CollectivePhases
 from accelfn.checkpoint.commit import check_target, claim, scratch_folder
@@ -20,7 +21,18 @@ from accelfn.checkpoint.read import checksums
 from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.errors import CheckpointError
-from accelfn.storage.disk import REAL_DISK, Disk, make_folders, naming, open_regular, opened, walk
+from accelfn.storage.address import as_path, is_address
+from accelfn.storage.disk import (
+    REAL_DISK,
+    Disk,
+    copy_file,
+    make_folders,
+    naming,
+    open_regular,
+    opened,
+    walk,
+)
+from accelfn.storage.object_store import disk_at
 
 
 @contextmanager
@@ -28,9 +40,9 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
     """Make a directory for files that :func:`accelfn.save_state` puts into a checkpoint.
 
     It is beside the future checkpoint. It is removed after the block, or by a later call if the program was
-    killed.
+    killed. For a checkpoint in an object store it is a temporary directory of the main process's machine.
 
-    Ranks: every rank of ``ctx``. All of them may write to it.
+    Ranks: every rank of ``ctx``. All of them may write to it, where they see it.
 
     Args:
         ctx: The world.
@@ -49,15 +61,18 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
     ...     (af.checkpoint.find_files(Context(), path) / "notes.txt").read_text()
     'the best so far'
     """
-    disk, target = REAL_DISK, os.path.abspath(directory)
+    target = as_path(directory)
     with ExitStack() as stack:
 
         def make() -> str | None:
             if not ctx.is_main_process:
                 return None
+            disk = disk_at(target)
             check_target(disk, target)
+            if is_address(target):
+                return stack.enter_context(TemporaryDirectory(prefix="accelfn-"))
             make_folders(disk, os.path.dirname(target))
-            return stack.enter_context(scratch_folder(disk, target))
+            return stack.enter_context(scratch_folder(disk, str(target)))
 
         made, error = catch(make)
         phases = CollectivePhases(ctx, "folder_for_files")
@@ -75,18 +90,23 @@ def claim_folder(directory: Path) -> Path:
         CheckpointError: No checkpoint can be saved there.
         OSError: It can't be made.
     """
-    claim(REAL_DISK, directory)
+    claim(disk_at(directory), directory)
     return directory
 
 
-def check_attachable(disk: Disk, folder: str) -> None:
+def check_attachable(disk: Disk, folder: str, directory: Path) -> None:
     """Check that everything in a directory can become part of a checkpoint.
+
+    Args:
+        disk: Of the checkpoint.
+        folder: The directory, on that disk, or on the system's for an object store.
+        directory: The checkpoint.
 
     Raises:
         CheckpointError: Something is neither a file nor a directory, or its name has a backslash.
         OSError: The directory can't be read.
     """
-    for name, status in walk(disk, folder):
+    for name, status in walk(REAL_DISK if is_address(directory) else disk, folder):
         why = ""
         if status.kind not in ("file", "directory"):
             why = f"it is {'a link' if status.kind == 'link' else 'no plain file'}. Put the file itself there"
@@ -96,6 +116,20 @@ def check_attachable(disk: Disk, folder: str) -> None:
             raise CheckpointError(
                 f"save_state: {os.path.join(folder, name)} can't become part of the checkpoint: {why}."
             )
+
+
+def move_files(disk: Disk, folder: str, target: str) -> None:
+    """Move a directory into a checkpoint; to an object store its files are uploaded.
+
+    Raises:
+        OSError: With the file's name.
+    """
+    if not is_address(target):
+        disk.rename(folder, target)
+        return
+    for name, status in walk(REAL_DISK, folder):
+        if status.kind == "file":
+            copy_file(REAL_DISK, os.path.join(folder, name), disk, os.path.join(target, name))
 
 
 def sync_attachments(disk: Disk, path: str, top: str) -> dict[str, Attachment]:

@@ -4,7 +4,7 @@ A directory is a checkpoint if it has a ``manifest.json``, and the checkpoint is
 
 1. writes its files under names that the directory doesn't have yet, and syncs each of them;
 2. writes the new manifest under a temporary name, syncs it, and syncs the directory;
-3. renames it to ``manifest.json``, and syncs the directory;
+3. renames it to ``manifest.json``, and syncs the directory (in an object store it is uploaded);
 4. removes the files that the new manifest doesn't name.
 
 So at every instant ``manifest.json`` names a complete set of durable files. One save at a time holds the
@@ -32,6 +32,7 @@ from accelfn.checkpoint.manifest import (
     parse_head,
 )
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NotAvailableError
+from accelfn.storage.address import as_path
 from accelfn.storage.disk import (
     Disk,
     is_there,
@@ -48,6 +49,8 @@ from accelfn.storage.disk import (
 MAX_MANIFEST_BYTES = 1 << 30
 
 _COPY_S = 3600.0
+# Where there are no locks, what was written so long before a checkpoint is no longer in use.
+_KILLED_S = 86400.0
 # Each new attempt means that another program has removed the directory since it was made.
 _MAX_ATTEMPTS = 10
 _TEMPORARY = re.compile(r"manifest-[0-9a-f]{8}\.json")
@@ -168,20 +171,6 @@ def check_path(operation: str, directory: object) -> None:
         )
 
 
-def check_local(path: str) -> None:
-    """Refuse an address such as ``s3://bucket/run``, which would become a folder named ``s3:``.
-
-    Raises:
-        CheckpointError: It is one; ``pathlib`` may have made one slash of two.
-    """
-    found = re.search(r"(?:^|/)([a-z][a-z0-9+.-]+):/+(.*)", path, re.DOTALL)
-    if found:
-        raise CheckpointError(
-            f"{found[1]}://{found[2]} is an address, and checkpoints are files. Save to a local folder and "
-            "copy that, or mount the storage."
-        )
-
-
 def check_target(disk: Disk, directory: str | os.PathLike[str]) -> bool:
     """Check that a checkpoint can be saved to a directory, and return whether that is empty or missing.
 
@@ -191,8 +180,7 @@ def check_target(disk: Disk, directory: str | os.PathLike[str]) -> bool:
         CheckpointError: It is no directory, or it holds files and no checkpoint.
         OSError: It can't be read.
     """
-    path = os.path.abspath(directory)
-    check_local(path)
+    path = str(as_path(directory))
     try:
         with opened(disk, path) as folder:
             names = sorted(disk.names(folder))
@@ -229,7 +217,7 @@ def claim(disk: Disk, directory: str | os.PathLike[str]) -> None:
         CheckpointError: :func:`check_target` refuses it.
         OSError: It can't be made.
     """
-    path = os.path.abspath(directory)
+    path = str(as_path(directory))
     if check_target(disk, path) or not read_head(disk, path):
         make_folders(disk, path)
         write_file(disk, os.path.join(path, _temporary(secrets.token_hex(4))), b"")
@@ -242,7 +230,7 @@ def begin_save(disk: Disk, directory: str | os.PathLike[str]) -> OpenSave:
         CheckpointError: :func:`check_target` refuses it, or another save holds the lock.
         OSError: It can't be made.
     """
-    path = os.path.abspath(directory)
+    path = str(as_path(directory))
     check_target(disk, path)
     is_new, release = _make_and_lock(disk, path)
     try:
@@ -257,7 +245,8 @@ def begin_save(disk: Disk, directory: str | os.PathLike[str]) -> OpenSave:
     suffix = "" if is_empty and release is not None else f"-{token}"
     replaced: frozenset[str] = frozenset()
     with suppress(OSError, DamagedCheckpointError, NotAvailableError):
-        replaced = _names_used(read_head(disk, path))
+        head = read_head(disk, path)
+        replaced = frozenset() if head is None else _names_used(head)
     return OpenSave(path, token, suffix, is_new, release, replaced)
 
 
@@ -288,30 +277,53 @@ def _make_and_lock(disk: Disk, path: str) -> tuple[bool, Callable[[], None] | No
     raise AssertionError
 
 
-def clean(disk: Disk, save: OpenSave, *, is_durable: bool = False) -> None:
+def clean(disk: Disk, save: OpenSave, committed: Manifest | None = None) -> None:
     """Remove the files of saves that no manifest in a directory names.
 
-    Without a lock, only those of this save and of the checkpoint that it found.
+    Without a lock, only those of this save and of the checkpoint that it found, and those that were written a
+    day before the manifest: by the same clock, that of the disk.
 
     Args:
         disk: To write to.
         save: Which has the directory.
-        is_durable: Whether the manifest is known to survive a power cut. If not, the directory is synced
-            first: otherwise a power cut could bring an older manifest back, and not its files.
+        committed: The manifest, if it is known to survive a power cut. Otherwise it is read, and the
+            directory is synced first: a power cut could bring an older manifest back, and not its files.
 
-    What can't be read or removed stays until the next save. After a damaged manifest everything stays.
+    What can't be read or removed stays until the next save. If the manifest is damaged, or there is none any
+    more, everything stays.
     """
     with suppress(OSError, DamagedCheckpointError, NotAvailableError):
-        used = _names_used(read_head(disk, save.path))
+        head = committed or read_head(disk, save.path)
+        if head is None and save.replaced:
+            return
+        used = _names_used(head)
         with opened(disk, save.path) as folder:
             unused = [name for name in sorted(disk.names(folder)) if is_own_name(name) and name not in used]
         if save.release is None:
-            unused = [name for name in unused if save.token in name or name in save.replaced]
-        if unused and not is_durable:
+            unused = [
+                name
+                for name in unused
+                if save.token in name or name in save.replaced or _is_old(disk, save.path, name)
+            ]
+        if unused and committed is None:
             disk.sync_folder(save.path)
         for name in unused:
             with suppress(OSError):
                 remove_tree(disk, os.path.join(save.path, name))
+
+
+def _is_old(disk: Disk, path: str, name: str) -> bool:
+    """Return whether a file in a checkpoint, or a directory, was written long before the manifest."""
+    newest = disk.status(os.path.join(path, MANIFEST)).modified_s
+    return _last_change_s(disk, os.path.join(path, name)) < newest - _KILLED_S
+
+
+def _last_change_s(disk: Disk, path: str) -> float:
+    """Return when a file was written, or the last one in a directory: stores have no time of directories."""
+    status = disk.status(path)
+    if status.kind != "directory":
+        return status.modified_s
+    return max((one.modified_s for _, one in walk(disk, path)), default=status.modified_s)
 
 
 def _names_used(head: Manifest | None) -> frozenset[str]:
@@ -321,8 +333,10 @@ def _names_used(head: Manifest | None) -> frozenset[str]:
     return frozenset((MANIFEST, *head.files, *(file.partition("/")[0] for file in head.attachments)))
 
 
-def write_manifest(disk: Disk, save: OpenSave, manifest: Manifest) -> None:
-    """Write the manifest of a save under a temporary name; all its names are durable when this returns.
+def commit(disk: Disk, save: OpenSave, manifest: Manifest) -> None:
+    """Write the manifest under a temporary name, and swap it. When this returns, the new one is durable.
+
+    If the last sync fails, the new one is in place but may not survive a power cut; the old files stay.
 
     Args:
         disk: To write to.
@@ -332,20 +346,15 @@ def write_manifest(disk: Disk, save: OpenSave, manifest: Manifest) -> None:
     Raises:
         OSError: With the file's name.
     """
-    write_file(disk, os.path.join(save.path, _temporary(save.token)), format_manifest(manifest))
+    place, content = os.path.join(save.path, MANIFEST), format_manifest(manifest)
+    if disk.has_whole_files:
+        write_file(disk, place, content)
+        return
+    temporary = os.path.join(save.path, _temporary(save.token))
+    write_file(disk, temporary, content)
     with naming(save.path):
         disk.sync_folder(save.path)
-
-
-def commit(disk: Disk, save: OpenSave) -> None:
-    """Swap the manifest. When this returns, the new checkpoint is durable.
-
-    If the last sync fails, the new one is in place but may not survive a power cut; the old files stay.
-
-    Raises:
-        OSError: With the file's name.
-    """
-    disk.rename(os.path.join(save.path, _temporary(save.token)), os.path.join(save.path, MANIFEST))
+    disk.rename(temporary, place)
     with naming(save.path):
         disk.sync_folder(save.path)
 
@@ -354,9 +363,9 @@ def _temporary(token: str) -> str:
     return f"manifest-{token}.json"
 
 
-def end_save(disk: Disk, save: OpenSave) -> None:
+def end_save(disk: Disk, save: OpenSave, committed: Manifest) -> None:
     """Remove what the new checkpoint replaced, and release the lock."""
-    clean(disk, save, is_durable=True)
+    clean(disk, save, committed)
     _release(save.release)
 
 
@@ -377,10 +386,11 @@ def _release(release: Callable[[], None] | None) -> None:
 # --- removing checkpoints, and directories for writing ---------------------------------------------
 
 
-def remove_checkpoint(disk: Disk, path: str) -> bool:
+def remove_checkpoint(disk: Disk, path: str, *, is_unused: bool = False) -> bool:
     """Remove a checkpoint with everything in its directory; return False if a save holds its lock.
 
-    Where there are no locks, a save may be writing there, so only the checkpoint's own files are removed.
+    Where there are no locks, a save may be writing there, so only the checkpoint's own files are removed,
+    unless the directory ``is_unused`` (:func:`is_dead`).
 
     Raises:
         OSError: Its manifest can't be renamed, and it is complete.
@@ -392,13 +402,17 @@ def remove_checkpoint(disk: Disk, path: str) -> bool:
     try:
         # A temporary manifest marks the directory as half removed, if this is killed.
         marker = _temporary(secrets.token_hex(4))
-        with suppress(FileNotFoundError):
-            disk.rename(os.path.join(path, MANIFEST), os.path.join(path, marker))
+        manifest = os.path.join(path, MANIFEST)
+        try:
+            disk.rename(manifest, os.path.join(path, marker))
+        except FileNotFoundError:
+            if is_there(disk, manifest):
+                raise
         with naming(path):
             # Or a power cut could bring the manifest back, and not the files.
             disk.sync_folder(path)
         with suppress(OSError):  # it is no checkpoint any more; the next removal takes the rest
-            if release is not None:
+            if release is not None or is_unused:
                 remove_tree(disk, path)
             else:
                 _remove_own(disk, path, marker)
@@ -418,11 +432,12 @@ def _remove_own(disk: Disk, path: str, manifest: str) -> None:
     disk.remove_folder(path)
 
 
-def is_dead(disk: Disk, path: str) -> bool:
+def is_dead(disk: Disk, path: str, newest_s: float) -> bool:
     """Return whether a directory that :func:`find_leftovers` lists is no longer in use.
 
     No program may hold its lock. Tensor files without a temporary manifest must also be an hour old, since
-    a user may be copying a checkpoint there. On a file system without locks, the result is False.
+    a user may be copying a checkpoint there. On a disk without locks, it must have been written a day before
+    ``newest_s``, when a checkpoint beside it was written by the same clock; 0 if there is none.
     """
     try:
         release = disk.lock(path)
@@ -431,8 +446,10 @@ def is_dead(disk: Disk, path: str) -> bool:
         times = [status.modified_s for status in (disk.status(path), *inside.values())]
     except OSError:
         return False
+    if release is None:
+        return max(times) < newest_s - _KILLED_S
     is_copy = not _SCRATCH.fullmatch(os.path.basename(path)) and not any(map(_TEMPORARY.fullmatch, inside))
-    return release is not None and (not is_copy or time.time() - max(times) > _COPY_S)
+    return not is_copy or time.time() - max(times) > _COPY_S
 
 
 def find_leftovers(disk: Disk, parent: str) -> list[str]:
@@ -468,7 +485,7 @@ def scratch_folder(disk: Disk, target: str) -> Generator[str, None, None]:
     parent, name = os.path.split(target)
     for path in find_leftovers(disk, parent):
         match = _SCRATCH.fullmatch(os.path.basename(path))
-        if match is not None and match["name"] == name and is_dead(disk, path):
+        if match is not None and match["name"] == name and is_dead(disk, path, 0):
             with suppress(OSError):
                 remove_tree(disk, path)
     path = os.path.join(parent, f".{name}.staging-{secrets.token_hex(4)}")

@@ -21,7 +21,9 @@ from accelfn.checkpoint.manifest import Json, Manifest
 from accelfn.checkpoint.model_files import write_weights
 from accelfn.checkpoint.save import save_for_ranks
 from accelfn.errors import CheckpointError, NoCheckpointError
-from accelfn.storage.disk import REAL_DISK
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import kind_of, list_names
+from accelfn.storage.object_store import disk_at
 
 Form = Literal["accelfn", "safetensors"]
 
@@ -89,7 +91,7 @@ def convert_checkpoint(
     Args:
         source: A checkpoint, a directory of checkpoints (whose newest is used), or a folder of Accelerate. It
             isn't changed.
-        target: The new directory.
+        target: The new directory, or an address.
         to: Form of the target.
         names: Paths in the tree by names of Accelerate's parts, such as ``{"model": "unet"}``. A slash makes
             nested dicts: ``{"model": "models/unet", "model_1": "models/critic"}``.
@@ -109,7 +111,7 @@ def convert_checkpoint(
     """
     if to not in get_args(Form):
         raise ValueError(f"convert_checkpoint: to must be one of {', '.join(get_args(Form))}, got {to!r}.")
-    directory = Path(target)
+    directory = as_path(target)
     _check_target(directory, to, overwrite)
     path_of = names or {}
     is_own = _is_checkpoint(source)
@@ -123,10 +125,12 @@ def convert_checkpoint(
 
 
 def _check_target(target: Path, to: Form, overwrite: bool) -> None:
-    if not os.path.lexists(target) or (target.is_dir() and not any(target.iterdir())):
+    disk = disk_at(target)
+    kind = kind_of(disk, target)
+    if kind is None or (kind == "directory" and not list_names(disk, os.fspath(target))):
         return
     if to == "accelfn" and overwrite:
-        check_target(REAL_DISK, target)  # refuses anything but a checkpoint
+        check_target(disk, target)  # refuses anything but a checkpoint
         return
     hint = "or pass overwrite to replace a checkpoint" if to == "accelfn" else "or remove it"
     raise FileExistsError(f"convert_checkpoint: {target} exists already. Pass a new directory, {hint}.")
@@ -135,7 +139,7 @@ def _check_target(target: Path, to: Form, overwrite: bool) -> None:
 def _is_checkpoint(source: str | os.PathLike[str]) -> bool:
     """Whether the source is a checkpoint of accelfn, and not a folder of Accelerate."""
     try:
-        locate(REAL_DISK, source)
+        locate(disk_at(source), source)
     except NoCheckpointError:
         if not is_accelerate(Path(source)):
             raise

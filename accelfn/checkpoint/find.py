@@ -20,7 +20,9 @@ from accelfn.checkpoint.manifest import (
     parse_manifest,
 )
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, NotAvailableError
-from accelfn.storage.disk import REAL_DISK, Disk, Folder, is_there, opened, read_file
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import Disk, Folder, is_there, opened, read_file
+from accelfn.storage.object_store import disk_at
 
 _T = TypeVar("_T")
 # Each new attempt means that a save replaced or removed the checkpoint while it was read.
@@ -113,7 +115,7 @@ def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], li
         FileNotFoundError: There is no such directory.
         NotADirectoryError: It is a file.
     """
-    parent = os.path.abspath(directory)
+    parent = str(as_path(directory))
     before: tuple[set[str], set[str]] | None = None
     for attempt in itertools.count(1):
         with opened(disk, parent) as folder:
@@ -182,7 +184,7 @@ def _ordered(found: Sequence[Found]) -> list[Found]:
     return [item._replace(number=index) for index, item in enumerate(by_time)]
 
 
-def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> tuple[Path, ...]:
+def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> tuple[Path, ...]:
     """List the committed checkpoints in a directory, oldest first; none if there is no such directory.
 
     They are ordered by step if each has a step, else by all whole numbers of the name, from left to right, if
@@ -193,7 +195,7 @@ def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk = REAL_DIS
 
     Args:
         directory: In which the checkpoints are.
-        disk: The operations on files.
+        disk: The operations on files; None for those of the system, or of an object store.
 
     Returns:
         Their directories.
@@ -205,26 +207,27 @@ def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk = REAL_DIS
     ()
     """
     try:
-        return tuple(Path(item.path) for item in scan(disk, directory)[0])
+        return tuple(as_path(item.path) for item in scan(disk or disk_at(directory), directory)[0])
     except FileNotFoundError:
         return ()
 
 
-def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> Path:
+def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> Path:
     """Return the newest of the committed checkpoints in a directory, in the order of ``find_checkpoints``.
 
     Ranks: any; nothing is exchanged, so let one rank decide.
 
     Args:
         directory: In which the checkpoints are.
-        disk: The operations on files.
+        disk: The operations on files; None for those of the system, or of an object store.
 
     Raises:
         NoCheckpointError: There is none; with what is there instead.
         DamagedCheckpointError: The one that was written last has a damaged manifest or lacks files, so that
             an older one would lose work without a warning. Remove it, or pass the path of the one to use.
     """
-    path = os.path.abspath(directory)
+    path = str(as_path(directory))
+    disk = disk or disk_at(path)
     try:
         found, broken = scan(disk, path)
     except (FileNotFoundError, NotADirectoryError):
@@ -234,7 +237,7 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
         raise newest.error
     if not found:
         raise _no_checkpoint(disk, path)
-    return Path(found[-1].path)
+    return as_path(found[-1].path)
 
 
 def is_checkpoint(disk: Disk, path: str) -> bool:
@@ -250,7 +253,7 @@ def newest_first(disk: Disk, directory: str | os.PathLike[str]) -> list[str]:
     Raises:
         NotADirectoryError: It is a file.
     """
-    path = os.path.abspath(directory)
+    path = str(as_path(directory))
     if is_checkpoint(disk, path):
         return [path]
     try:
@@ -270,7 +273,7 @@ def locate(disk: Disk, directory: str | os.PathLike[str]) -> str:
         NoCheckpointError: There is neither.
         DamagedCheckpointError: As ``latest_checkpoint`` says.
     """
-    path = os.path.abspath(directory)
+    path = str(as_path(directory))
     return path if is_checkpoint(disk, path) else str(latest_checkpoint(path, disk=disk))
 
 
@@ -339,7 +342,8 @@ def check_names(disk: Disk, checkpoint: OpenCheckpoint, *, warns: bool = True) -
     if extra:
         warnings.warn(f"{describe_extra(checkpoint.path, extra)} They are not read.", stacklevel=2)
     for name in sorted(manifest.files):
-        if name not in names:
+        # Some object stores list new names late.
+        if name not in names and not is_there(disk, os.path.join(checkpoint.path, name)):
             raise DamagedCheckpointError(
                 f"{os.path.join(checkpoint.path, name)} is missing, and the manifest names it. Take another "
                 "copy, or an older checkpoint.",

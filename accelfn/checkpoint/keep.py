@@ -19,7 +19,9 @@ from accelfn.checkpoint.commit import (
 )
 from accelfn.checkpoint.find import Found, scan
 from accelfn.errors import ConfigurationError
-from accelfn.storage.disk import REAL_DISK, Disk
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import Disk
+from accelfn.storage.object_store import disk_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +123,7 @@ def plan_prune(
     keep: Keep,
     *,
     saved: str | os.PathLike[str] | None = None,
-    disk: Disk = REAL_DISK,
+    disk: Disk | None = None,
 ) -> PrunePlan:
     """List what :func:`prune_checkpoints` would remove. Nothing is changed.
 
@@ -130,19 +132,20 @@ def plan_prune(
     Raises:
         FileNotFoundError: There is no such directory.
     """
-    parent = os.path.abspath(directory)
+    disk, parent = disk or disk_at(directory), str(as_path(directory))
     found, _ = scan(disk, parent)
-    just_saved = None if saved is None else os.path.abspath(saved)
+    just_saved = None if saved is None else str(as_path(saved))
     index = next((index for index, item in enumerate(found) if item.path == just_saved), None)
     scored = [(item.number, item.metric) for item in found]
     stay = set(_choose(range(len(found)), scored, keep, index))
     extra = {index: tuple(extra_in(disk, item.path)) for index, item in enumerate(found) if index not in stay}
     extra = {index: files for index, files in extra.items() if files}
     stay |= extra.keys()
+    newest_s = max((item.modified_s for item in found), default=0.0)
     return PrunePlan(
         stay=tuple(item for index, item in enumerate(found) if index in stay),
         remove=tuple(item for index, item in enumerate(found) if index not in stay),
-        dead=tuple(path for path in find_leftovers(disk, parent) if is_dead(disk, path)),
+        dead=tuple(path for path in find_leftovers(disk, parent) if is_dead(disk, path, newest_s)),
         extra=tuple((found[index].path, files) for index, files in extra.items()),
     )
 
@@ -152,7 +155,7 @@ def prune_checkpoints(
     keep: Keep,
     *,
     saved: str | os.PathLike[str] | None = None,
-    disk: Disk = REAL_DISK,
+    disk: Disk | None = None,
 ) -> tuple[Path, ...]:
     """Remove the checkpoints in a directory that no rule keeps, and what saves left behind that were killed.
 
@@ -168,7 +171,7 @@ def prune_checkpoints(
         directory: In which the checkpoints are.
         keep: The rules.
         saved: The one that was just saved, if any: it stays, whatever the rules say.
-        disk: The operations on files.
+        disk: The operations on files; None for those of the system, or of an object store.
 
     Returns:
         The checkpoints that were removed.
@@ -177,6 +180,7 @@ def prune_checkpoints(
         FileNotFoundError: There is no such directory.
         OSError: The manifest of a checkpoint can't be removed. Those that stay are whole.
     """
+    disk = disk or disk_at(directory)
     plan = plan_prune(directory, keep, saved=saved, disk=disk)
     for path, extra in plan.extra:
         warnings.warn(
@@ -184,5 +188,5 @@ def prune_checkpoints(
             stacklevel=2,
         )
     for path in plan.dead:
-        remove_checkpoint(disk, path)
-    return tuple(Path(item.path) for item in plan.remove if remove_checkpoint(disk, item.path))
+        remove_checkpoint(disk, path, is_unused=True)
+    return tuple(as_path(item.path) for item in plan.remove if remove_checkpoint(disk, item.path))

@@ -50,7 +50,9 @@ from accelfn.errors import (
     RemoteRankError,
 )
 from accelfn.parallel.engines import with_plain_objects
-from accelfn.storage.disk import REAL_DISK, Disk
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import Disk
+from accelfn.storage.object_store import disk_at
 from accelfn.tree import local_of
 
 T = TypeVar("T")
@@ -174,7 +176,7 @@ def load_latest(
     phases = CollectivePhases(ctx, "load_latest")
     plain, write_back = with_plain_objects(like)
     request = begin_load(ctx, phases, directory, plain, strict, partial)
-    paths = _list_together(ctx, phases, request.directory)
+    paths = _list_together(phases, request)
     for path, older in zip(paths, [*paths, None][1:], strict=True):
         loaded, error = catch(functools.partial(_load, ctx, phases, path, plain, request, random_state))
         if error is None:
@@ -195,7 +197,7 @@ def _is_damage(error: Exception) -> bool:
 def _load(
     ctx: Context, phases: CollectivePhases, path: str, like: T, request: Request, random_state: bool
 ) -> T:
-    disk = disk_of(ctx, REAL_DISK)
+    disk = request.disk
     for _ in range(_ATTEMPTS):
         read = _read_together(disk, phases, path, lambda found: _read(ctx, disk, like, request, found))
         value, is_complete = restore(ctx, phases, like, request, read, random_state=random_state)
@@ -229,7 +231,7 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
         CheckpointMismatchError: It doesn't fit ``like``; or ``like`` has an optimizer that ``save_state``
             has saved: load that with ``load_state``.
     """
-    disk = REAL_DISK
+    disk = disk_at(path)
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
         check_names(disk, found)
@@ -259,7 +261,7 @@ def read_parts(
     directory: str | os.PathLike[str],
     choose: Callable[[Manifest], Sequence[Json]],
     *,
-    disk: Disk = REAL_DISK,
+    disk: Disk | None = None,
 ) -> StoredParts:
     """Read some documents of a checkpoint, and only the tensors that they name.
 
@@ -268,20 +270,21 @@ def read_parts(
     Args:
         directory: A checkpoint, or a directory of checkpoints: then the newest in it.
         choose: Returns the documents of a manifest, each for one rank, see ``document_of``.
-        disk: The operations on files.
+        disk: The operations on files; None for those of the system, or of an object store.
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
         DamagedCheckpointError: Its bytes aren't those that were written.
     """
+    own = disk or disk_at(directory)
 
     def read(found: OpenCheckpoint) -> StoredParts:
         documents = list(choose(found.manifest))
-        tensors = _read_tensors(disk, found, dict.fromkeys(stored_names(documents)))
+        tensors = _read_tensors(own, found, dict.fromkeys(stored_names(documents)))
         return StoredParts(found.path, found.manifest, documents, tensors)
 
     with paused_collection():
-        return read_checkpoint(disk, directory, read)
+        return read_checkpoint(own, directory, read)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -327,10 +330,13 @@ def _find_together(disk: Disk, phases: CollectivePhases, directory: str) -> str:
     return path
 
 
-def _list_together(ctx: Context, phases: CollectivePhases, directory: str) -> list[str]:
+def _list_together(phases: CollectivePhases, request: Request) -> list[str]:
     """List the checkpoints to try, newest first: those that rank 0 finds."""
-    disk = disk_of(ctx, REAL_DISK)
-    found, error = catch(lambda: newest_first(disk, directory)) if ctx.is_main_process else ([], None)
+    found, error = (
+        catch(lambda: newest_first(request.disk, request.directory))
+        if phases.ctx.is_main_process
+        else ([], None)
+    )
     return json.loads(phases.gather("list", json.dumps(found), error)[0])
 
 
@@ -347,11 +353,20 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
         NoCheckpointError: There is no committed checkpoint.
         RemoteRankError: This happened on another rank, or an earlier background save has failed.
     """
-    phases = CollectivePhases(ctx, "find_checkpoint")
-    _, error = catch(lambda: finish_background(ctx))
+    return as_path(_find_first(CollectivePhases(ctx, "find_checkpoint"), directory)[1])
+
+
+def _find_first(phases: CollectivePhases, directory: str | os.PathLike[str]) -> tuple[Disk, str]:
+    """Wait for a save in the background, and return the checkpoint that rank 0 finds, and its disk."""
+
+    def begin() -> Disk:
+        finish_background(phases.ctx)
+        return disk_of(phases.ctx, disk_at(directory))
+
+    disk, error = catch(begin)
     phases.gather("begin", "", error)
-    disk = disk_of(ctx, REAL_DISK)
-    return Path(_find_together(disk, phases, os.path.abspath(directory)))
+    assert disk is not None  # otherwise gather has raised
+    return disk, _find_together(disk, phases, str(as_path(directory)))
 
 
 def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
@@ -372,10 +387,8 @@ def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank, or an earlier background save has failed.
     """
-    disk, phases = disk_of(ctx, REAL_DISK), CollectivePhases(ctx, "find_files")
-    _, error = catch(lambda: finish_background(ctx))
-    phases.gather("begin", "", error)
-    path = _find_together(disk, phases, os.path.abspath(directory))
+    phases = CollectivePhases(ctx, "find_files")
+    disk, path = _find_first(phases, directory)
 
     def look(found: OpenCheckpoint) -> str:
         if ctx.is_main_process:
@@ -385,7 +398,7 @@ def find_files(ctx: Context, directory: str | os.PathLike[str]) -> Path:
 
     folder, error = catch(lambda: read_checkpoint(disk, path, look))
     phases.gather("check", "", error)
-    return Path(cast("str", folder))
+    return as_path(cast("str", folder))
 
 
 def _read(ctx: Context, disk: Disk, like: Any, request: Request, found: OpenCheckpoint) -> Read:

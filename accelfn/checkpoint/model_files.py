@@ -11,8 +11,9 @@ files replaces an old one in these steps, each durable before the next:
 5. Files that no entry names any more are removed.
 
 At every instant, a reader opens the old entry with all of its files, or the new one. Where there are no locks
-(Windows, some network file systems), another program may be doing the same: then no two saves use the same
-names for shards, and only files of the set that was found before step 2 are removed.
+(Windows, some network file systems, object stores), another program may be doing the same: then no two saves
+use the same names for shards, and only files of the set that was found before step 1 are removed. In an
+object store a file appears when it is complete, so it is written under its name at once, the entry last.
 """
 
 from __future__ import annotations
@@ -23,13 +24,24 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 
-from accelfn.checkpoint.commit import check_local, scratch_folder
+from accelfn.checkpoint.commit import scratch_folder
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
-from accelfn.storage.disk import REAL_DISK, make_folders, naming, write_file
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import (
+    Disk,
+    Status,
+    kind_of,
+    list_names,
+    make_folders,
+    naming,
+    write_all,
+    write_file,
+)
+from accelfn.storage.object_store import disk_at
 from accelfn.weights.dtypes import SAFETENSORS_NAMES
 from accelfn.weights.index import (
     WeightNames,
@@ -70,7 +82,7 @@ def write_safetensors(
         NewEntry(name, SAFETENSORS_NAMES[dtype], tuple(shape), partial(value_of, name), crc32=())
         for name, (dtype, shape) in forms.items()
     ]
-    write_tensors(REAL_DISK, os.fspath(path), entries, metadata, fill=fill)
+    write_tensors(disk_at(path), os.fspath(path), entries, metadata, fill=fill)
 
 
 def write_pickled(path: Path, obj: Any) -> None:
@@ -79,10 +91,38 @@ def write_pickled(path: Path, obj: Any) -> None:
     Raises:
         OSError: The file can't be written; the error names it.
     """
-    with naming(os.fspath(path)), open(path, "xb") as file:
-        torch.save(obj, file)
-        file.flush()
-        os.fsync(file.fileno())
+    disk, place = disk_at(path), os.fspath(path)
+    with naming(place):
+        descriptor = disk.create(place)
+        stream = _Stream(disk, descriptor)
+        try:
+            torch.save(obj, cast("IO[bytes]", stream))
+            disk.sync(descriptor)
+        except RuntimeError as error:
+            raise stream.error or error from error
+        finally:
+            disk.close(descriptor)
+
+
+class _Stream:
+    """A file that ``torch.save`` writes to, from its begin to its end; torch hides its errors."""
+
+    def __init__(self, disk: Disk, descriptor: int) -> None:
+        self._disk, self._descriptor, self._size = disk, descriptor, 0
+        self.error: OSError | None = None
+
+    def write(self, content: bytes | memoryview) -> int:
+        part = memoryview(content).cast("B")
+        try:
+            write_all(self._disk, self._descriptor, part, self._size)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+        self._size += len(part)
+        return len(part)
+
+    def flush(self) -> None:
+        """Do nothing: the disk is told when the file is complete."""
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,14 +143,17 @@ def staging(final: Path) -> Generator[Path]:
     """Make a folder next to ``final`` for new files, and remove it at the end.
 
     The caller renames the result to ``final`` inside the block; the rename is durable when the block ends.
-    Folders that killed programs left behind are removed first.
+    Folders that killed programs left behind are removed first. Where files appear when they are complete, it
+    is the folder of ``final`` itself.
     """
-    target = os.path.abspath(final)
-    check_local(target)
-    make_folders(REAL_DISK, os.path.dirname(target))
-    with scratch_folder(REAL_DISK, target) as stage:
+    target, disk = as_path(final), disk_at(final)
+    if disk.has_whole_files:
+        yield target.parent
+        return
+    make_folders(disk, os.fspath(target.parent))
+    with scratch_folder(disk, os.fspath(target)) as stage:
         yield Path(stage)
-        _sync(Path(target).parent)
+        _sync(target.parent)
 
 
 @contextlib.contextmanager
@@ -121,12 +164,17 @@ def replacing(final: Path) -> Generator[Path]:
     """
     with staging(final) as stage:
         yield stage / final.name
-        os.replace(stage / final.name, final)
+        _move(stage / final.name, as_path(final))
+
+
+def _move(path: Path, new: Path) -> None:
+    if path != new:
+        disk_at(new).rename(os.fspath(path), os.fspath(new))
 
 
 def _sync(folder: Path) -> None:
     with naming(os.fspath(folder)):
-        REAL_DISK.sync_folder(os.fspath(folder))
+        disk_at(folder).sync_folder(os.fspath(folder))
 
 
 # --- the directory of a model --------------------------------------------------------------------
@@ -139,18 +187,17 @@ def locked_directory(folder: Path, naming: WeightNaming) -> Generator[bool]:
     Yields whether it is locked: some file systems have no locks.
 
     Raises:
-        CheckpointError: ``folder`` is an address.
         NotADirectoryError: ``folder`` is a file.
         IsADirectoryError: A directory has the name of one of the model's files.
         BlockingIOError: Another program or rank is saving to the directory.
         OSError: The directory can't be made.
     """
-    if folder.exists() and not folder.is_dir():
+    disk = disk_at(folder)
+    if kind_of(disk, folder) not in (None, "directory"):
         raise NotADirectoryError(f"save_model: {folder} is a file. Pass a directory.")
-    check_local(os.path.abspath(folder))
-    make_folders(REAL_DISK, os.path.abspath(folder))
+    make_folders(disk, os.fspath(folder))
     for name in entry_names(naming):
-        if (folder / name).is_dir():
+        if kind_of(disk, folder / name) == "directory":
             raise IsADirectoryError(
                 f"save_model: {folder / name} is a directory, but the model needs a file of that name. "
                 "Remove it, or save to another directory."
@@ -162,7 +209,7 @@ def locked_directory(folder: Path, naming: WeightNaming) -> Generator[bool]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Generator[bool]:
     try:
-        release = REAL_DISK.lock(os.fspath(folder))
+        release = disk_at(folder).lock(os.fspath(folder))
     except BlockingIOError as error:
         raise BlockingIOError(
             error.errno,
@@ -177,10 +224,40 @@ def _locked(folder: Path) -> Generator[bool]:
             release()
 
 
-def existing_generations(folder: Path, naming: WeightNaming) -> frozenset[int]:
-    """Return the generations of the shards in a directory."""
-    found = (names.generation(name) for name in os.listdir(folder) for names in names_of(naming))
-    return frozenset(generation for generation in found if generation is not None)
+class Existing(NamedTuple):
+    """The files of a model in a directory, before others replace them.
+
+    Attributes:
+        entries: The state of each file that readers open first, by name; None for those that are missing.
+        shards: The generation of each shard, by name.
+        removable: The shards that belong to the old model.
+    """
+
+    entries: Mapping[str, Status | None]
+    shards: Mapping[str, int]
+    removable: frozenset[str]
+
+
+def find_existing(folder: Path, naming: WeightNaming, *, is_locked: bool) -> Existing:
+    """Return a model's files in a directory, which exists; ``is_locked`` as of :func:`publish`."""
+    disk = disk_at(folder)
+    entries = {name: _status(disk, folder / name) for name in entry_names(naming)}
+    shards = {
+        name: generation
+        for name in list_names(disk, os.fspath(folder))
+        for names in names_of(naming)
+        if (generation := names.generation(name)) is not None
+    }
+    # Others may belong to a save that runs.
+    removable = shards.keys() if is_locked else _named_in(folder / name for name in entries) & shards.keys()
+    return Existing(entries, shards, frozenset(removable))
+
+
+def _status(disk: Disk, path: Path) -> Status | None:
+    try:
+        return disk.status(os.fspath(path))
+    except FileNotFoundError:
+        return None
 
 
 def write_files(
@@ -207,72 +284,70 @@ def write_files(
     """
     remaining = values or (tensors[name] for _, names in plan.files for name in names)
     file_of = {name: file for file, names in plan.files for name in names}
-    for file, names in plan.files:
-        tied = {name: stored for name, stored in plan.tied if file_of[stored] == file}
-        if kind.is_safe:
-            forms = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
-            write_safetensors(folder / file, forms, lambda _: next(remaining), {"format": "pt", **tied})
-        else:
+    disk, shards = disk_at(folder), [file for file, _ in plan.files] if len(plan.files) > 1 else []
+    try:
+        for file, names in plan.files:
+            tied = {name: stored for name, stored in plan.tied if file_of[stored] == file}
+            if kind.is_safe:
+                forms = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
+                write_safetensors(folder / file, forms, lambda _: next(remaining), {"format": "pt", **tied})
+                continue
             content = {name: compact(value) for name, value in zip(names, remaining, strict=False)}
             write_pickled(folder / file, content | {name: content[stored] for name, stored in tied.items()})
             del content  # before the next file's tensors are collected
+    except BaseException:
+        _remove(disk, folder, shards)
+        raise
     if len(plan.files) == 1:
         return (plan.files[0][0],)
     # Pickled files contain tied weights under each of their names.
     tied_files = {} if kind.is_safe else {name: file_of[stored] for name, stored in plan.tied}
     index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": {**file_of, **tied_files}}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    write_file(REAL_DISK, os.fspath(folder / kind.index), text.encode())
-    return (*(file for file, _ in plan.files), kind.index)
+    try:
+        write_file(disk, os.fspath(folder / kind.index), text.encode())
+    except BaseException:
+        _remove(disk, folder, shards)
+        raise
+    return (*shards, kind.index)
 
 
-def publish(
-    folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str], *, is_locked: bool
-) -> None:
+def _remove(disk: Disk, folder: Path, files: Iterable[str]) -> None:
+    for name in files:
+        with contextlib.suppress(OSError):
+            disk.remove_file(os.fspath(folder / name))
+
+
+def publish(folder: Path, stage: Path, files: Sequence[str], existing: Existing) -> None:
     """Replace the model in a directory by a complete set of new files; see the module.
 
     Args:
         folder: The model's directory.
-        naming: The library whose names the files have.
         stage: Contains the new files.
         files: Their names. The last one is the entry; no file in ``folder`` has the other names.
-        is_locked: Whether no other program can be saving to ``folder``.
+        existing: The files of the old model.
 
     Raises:
         OSError: A step failed. Readers find either the old files or the new ones.
     """
     *shards, entry = files
-    before = {name: _identity(folder / name) for name in entry_names(naming)}
-    old = set(os.listdir(folder)) if is_locked else _named_in(folder / name for name in before)
+    disk = disk_at(folder)
     try:
         for name in shards:
-            os.replace(stage / name, folder / name)
+            _move(stage / name, folder / name)
         if shards:
             _sync(folder)
-        os.replace(stage / entry, folder / entry)
+        _move(stage / entry, folder / entry)
     except OSError:
-        for name in shards:
-            (folder / name).unlink(missing_ok=True)
+        _remove(disk, folder, shards)
         raise
     _sync(folder)
-    for name in reversed(entry_names(naming)):
-        now = _identity(folder / name)
-        if name != entry and now is not None and now == before[name]:
-            os.unlink(folder / name)
+    for name, before in reversed([*existing.entries.items()]):
+        if name != entry and before is not None and _status(disk, folder / name) == before:
+            disk.remove_file(os.fspath(folder / name))
             _sync(folder)
-    for name in old.difference(files):
-        if any(names.generation(name) is not None for names in names_of(naming)):
-            with contextlib.suppress(OSError):  # the save has succeeded, with or without old files left over
-                os.unlink(folder / name)
-
-
-def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a file from another one that replaces it; None if there is none."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
+    # The save has succeeded, with or without old files left over.
+    _remove(disk, folder, existing.removable.difference(files))
 
 
 def _named_in(entries: Iterable[Path]) -> set[str]:
@@ -313,7 +388,10 @@ def write_weights(
         listed = ", ".join(f"{name} ({tensors[name].dtype})" for name in odd[:5])
         raise ValueError(f"safetensors has no dtype for {listed}. Convert to a dtype such as float32 first.")
     plan = plan_weights(tensors, parse_size(max_shard_size))
-    with staging(Path(directory)) as stage:
-        files = write_files(stage, plan, names_of("transformers")[0], tensors)
-        os.replace(stage, directory)
+    kind, target = names_of("transformers")[0], as_path(directory)
+    if disk_at(target).has_whole_files:
+        return write_files(target, plan, kind, tensors)
+    with staging(target) as stage:
+        files = write_files(stage, plan, kind, tensors)
+        _move(stage, target)
     return files

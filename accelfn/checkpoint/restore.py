@@ -32,12 +32,16 @@ from accelfn.checkpoint.objects import (
     write,
 )
 from accelfn.checkpoint.random_state import random_states, restore_random_states
+from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import remove_other_stages
 from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.data import LoaderState
 from accelfn.data.resume import read_state
 from accelfn.errors import CheckpointMismatchError, NoCheckpointError
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import Disk
+from accelfn.storage.object_store import disk_at
 from accelfn.tree import local_of
 
 T = TypeVar("T")
@@ -80,6 +84,7 @@ class Request(NamedTuple):
 
     operation: str  # named in errors
     directory: str
+    disk: Disk
     names: Names
     strict: bool
     is_optional: Callable[[str], bool]  # whether the tree needn't have what the checkpoint has at a path
@@ -99,8 +104,9 @@ def begin_load(
     def check() -> Request:
         finish_background(ctx)
         check_path(phases.operation, directory)
-        path, is_optional = os.path.abspath(directory), _parse_partial(partial, phases.operation)
-        return Request(phases.operation, path, find_names(like), strict, is_optional)
+        path, is_optional = str(as_path(directory)), _parse_partial(partial, phases.operation)
+        disk = disk_of(ctx, disk_at(path))
+        return Request(phases.operation, path, disk, find_names(like), strict, is_optional)
 
     request, error = catch(check)
     phases.gather("begin", "", error)

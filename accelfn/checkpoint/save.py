@@ -55,7 +55,9 @@ from accelfn.context.config import GuardMode
 from accelfn.errors import MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.pointers import WholeModel
-from accelfn.storage.disk import REAL_DISK, Disk
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import Disk
+from accelfn.storage.object_store import disk_at
 from accelfn.tree import local_of
 
 
@@ -153,7 +155,8 @@ def save_state(
     Args:
         ctx: The world.
         directory: The checkpoint; missing directories above it are made. The same on every rank, on a disk
-            that they share.
+            that they share. Or an address, such as ``"s3://bucket/run/step-100"``, to which files are
+            uploaded while they are written.
         tree: The state, as any tree with names.
         asynchronous: Copy the state to host memory and write it in the background. The copy is complete when
             this returns. One save at a time: the next one waits for it.
@@ -163,7 +166,7 @@ def save_state(
         files: A directory of the main process, on the disk of the checkpoint, such as
             :func:`accelfn.checkpoint.folder_for_files` makes. It becomes part of the checkpoint, and
             :func:`accelfn.checkpoint.find_files` finds it there. It is moved, not copied, and after an error
-            it may be lost. Nothing may write to it any more.
+            it may be lost; to an object store it is uploaded. Nothing may write to it any more.
         allow_drift: Save the parameters of a replicated model, and the states of their optimizers, even if
             they differ between ranks: each rank's are saved, and loaded again. For replicas that are meant to
             differ, as with local SGD.
@@ -175,8 +178,9 @@ def save_state(
         TypeError: Something in the tree has no plain form: all such leaves, by path.
         ValueError: A tensor has no data.
         CheckpointError: Ranks hold different shards of a tensor; there are links among ``files``; the
-            directory is an address such as ``s3://bucket``, holds files but no checkpoint, isn't shared by
-            all ranks, or another program saves to it at the moment.
+            directory holds files but no checkpoint, isn't shared by all ranks, or another program saves to it
+            at the moment.
+        MissingExtraError: The package isn't installed that an address needs, such as s3fs.
         OSError: It can't be written, such as for lack of space or rights. Or it is committed, and older ones
             that ``keep`` doesn't keep can't be removed.
         ReplicaDriftError: A replicated model (:func:`accelfn.prepare`) has other parameters on some ranks, or
@@ -188,14 +192,13 @@ def save_state(
         MismatchError: A rank called something else.
     """
     check_path("save_state", directory)
-    path = Path(os.path.abspath(directory))
-    disk = disk_of(ctx, REAL_DISK)
-
+    path = as_path(directory)
+    disk, no_disk = catch(lambda: disk_of(ctx, disk_at(path)))
     plain, refused = catch(lambda: with_plain_objects(tree)[0])
 
     def collect() -> _RankState:
-        if refused is not None:
-            raise refused
+        if disk is None or refused is not None:
+            raise cast("Exception", refused or no_disk)
         finish_background(ctx)
         _check_options(step, metric, keep)
         return _collect(ctx, disk, path, plain, is_copied=asynchronous)
@@ -205,7 +208,7 @@ def save_state(
     phases = CollectivePhases(ctx, "save_state")
     options = _Options(step, metric, keep, asynchronous, allow_drift)
     job, error = catch(lambda: _agree_on(ctx, phases, path, own, error, options, folder))
-    if job is None:
+    if job is None or disk is None:
         raise cast("Exception", error)
     if not asynchronous:
         return write_job(job, phases, disk)
@@ -263,7 +266,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     Raises:
         TypeError: Something in the tree has no plain form: all such leaves, by path.
         ValueError: A tensor has no data.
-        CheckpointError: The path is an address, or a directory that holds files but no checkpoint.
+        CheckpointError: The path is a directory that holds files but no checkpoint.
         OSError: It can't be written.
 
     >>> import tempfile, accelfn as af
@@ -324,8 +327,9 @@ def _write_alone(
     step: int | None = None,
 ) -> Path:
     described, _ = held_of(encoded.tensors, {})
-    target = Path(os.path.abspath(os.fspath(path)))
-    check_target(REAL_DISK, str(target))
+    target = as_path(path)
+    disk = disk_at(target)
+    check_target(disk, target)
     job = Job(
         directory=target,
         tree=encoded.document,
@@ -339,7 +343,7 @@ def _write_alone(
         entries=tuple((name, encoded.tensors[name], None) for name in described),
         threads=os.cpu_count() or 1,
     )
-    return write_job(job, _Alone(size), REAL_DISK)
+    return write_job(job, _Alone(size), disk)
 
 
 # --- collecting the state of a rank ------------------------------------------------------------------
@@ -364,7 +368,7 @@ def _check_options(step: object, metric: object, keep: object) -> None:
 @paused_collection()
 def _collect(ctx: Context, disk: Disk, path: Path, tree: Any, *, is_copied: bool) -> _RankState:
     """Collect and digest the state of this rank; nothing is written."""
-    check_target(disk, str(path))
+    check_target(disk, path)
     found = collect_state(ctx, tree)
     sums: dict[str, tuple[int, ...]] = {}
     compares = ctx.num_processes > 1 and ctx.guard.mode != GuardMode.OFF

@@ -16,7 +16,8 @@ from torch import nn
 
 from accelfn.checkpoint.commit import check_path
 from accelfn.checkpoint.model_files import (
-    existing_generations,
+    Existing,
+    find_existing,
     locked_directory,
     publish,
     replacing,
@@ -32,6 +33,7 @@ from accelfn.context.config import GuardMode
 from accelfn.parallel.engines import with_plain_weights
 from accelfn.parallel.pointers import whole_of
 from accelfn.parallel.values import check_filled
+from accelfn.storage.address import as_path
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 from accelfn.weights.dtypes import SAFETENSORS_NAMES
@@ -84,7 +86,7 @@ def save_model(
     Args:
         ctx: The world.
         model: Prepared or not; the names are those of the model without any wrapper.
-        directory: Made if it is missing.
+        directory: Made if it is missing; or an address such as ``"s3://bucket/model"``.
         max_shard_size: Largest size of the tensors in a file, in bytes or a text such as ``"5GB"``.
         safe_serialization: Write safetensors. Otherwise ``torch.save`` writes ``pytorch_model.bin`` and so
             on, with the tensors of one file in memory at a time.
@@ -98,7 +100,7 @@ def save_model(
         TypeError: ``model`` is not a module.
         ValueError: A weight is sparse, on the meta device, or of a dtype that safetensors lacks; the state
             dict contains a value that isn't a tensor; or an option is malformed.
-        CheckpointError: ``directory`` is an address such as ``s3://bucket``.
+        MissingExtraError: The package isn't installed that an address needs, such as s3fs.
         NotADirectoryError: ``directory`` is a file.
         OSError: The files can't be written. The old files are unchanged.
         RemoteRankError: Another rank failed.
@@ -107,7 +109,7 @@ def save_model(
     """
     model, _ = with_plain_weights(model)
     check_path("save_model", directory)
-    folder = Path(directory)
+    folder = as_path(directory)
     _check_replicas(ctx, model)
 
     def save(agree_on: Agreement) -> tuple[Path, ...]:
@@ -118,14 +120,14 @@ def save_model(
         tensors, stages = complete_state(ctx, _SAVE, inner, own, agree_on)
         agree_on(f"{kind} {size}", lambda: describe_state(tensors, stages))
         with ExitStack() as lock:
-            generation, is_locked = _reserve_directory(ctx, folder, names, lock, agree_on)
+            generation, existing = _reserve_directory(ctx, folder, names, lock, agree_on)
             plan = plan_weights(tensors, size, kind, generation)
             order = [name for _, stored in plan.files for name in stored]
             values = gathered_tensors(tensors, order, agree_on, stages)
-            if _writes(ctx):
+            if existing is not None:
                 with staging(folder / "weights") as stage:
                     files = write_files(stage, plan, kind, tensors, values)
-                    publish(folder, names, stage, files, is_locked=is_locked)
+                    publish(folder, stage, files, existing)
             else:
                 deque(values, maxlen=0)  # takes part in the gathering
         files = [folder / file for file, _ in plan.files]
@@ -200,7 +202,7 @@ def _refusal(value: object, safe: bool) -> str | None:
 
 def _reserve_directory(
     ctx: Context, folder: Path, naming: WeightNaming, lock: ExitStack, agree_on: Agreement
-) -> tuple[int, bool]:
+) -> tuple[int, Existing | None]:
     """Lock the directory on the ranks that write, and return a generation that is unused on all nodes.
 
     Without a lock, it is a random one, which no program uses that saves at the same time.
@@ -208,19 +210,20 @@ def _reserve_directory(
     Ranks: every rank of ``ctx``.
 
     Returns:
-        The generation; and whether this rank has a lock.
+        The generation; and on the ranks that write the files that are there.
     """
-    existing: list[int] = []
+    existing: Existing | None = None
     is_locked = True
     if _writes(ctx):
         is_locked = lock.enter_context(locked_directory(folder, naming))
-        existing = sorted(existing_generations(folder, naming))
+        existing = find_existing(folder, naming, is_locked=is_locked)
     agree_on("names")
     random = 0 if is_locked else secrets.randbelow(10**9 - 1000) + 1000
-    numbers = gather_object(ctx, [-random, *existing])
+    used = () if existing is None else sorted({*existing.shards.values()})
+    numbers = gather_object(ctx, [-random, *used])
     if min(numbers):
-        return -min(numbers), is_locked
-    return next(generation for generation in itertools.count(1) if generation not in numbers), is_locked
+        return -min(numbers), existing
+    return next(generation for generation in itertools.count(1) if generation not in numbers), existing
 
 
 def save_object(
@@ -260,7 +263,7 @@ def save_object(
                 raise TypeError(f"{_SAVE_OBJECT}: safetensors need a path, got {type(path).__name__}.")
             torch.save(obj, path)
             return
-        with replacing(Path(path)) as temporary:
+        with replacing(as_path(path)) as temporary:
             if tensors is None:
                 write_pickled(temporary, obj)
             else:

@@ -19,8 +19,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.checkpoint.model_files import staging, write_pickled, write_safetensors
+from accelfn.checkpoint.model_files import replacing, write_pickled, write_safetensors
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import is_there
+from accelfn.storage.object_store import disk_at
 from accelfn.weights.dtypes import SAFETENSORS_NAMES
 from accelfn.weights.torch_file import (
     Record,
@@ -228,7 +231,7 @@ def merge_fsdp_weights(
 
     Args:
         checkpoint_dir: The folder with ``.metadata`` in it, such as Accelerate's ``pytorch_model_fsdp_0``.
-        output_path: Directory of the new file; made if it is missing.
+        output_path: Directory of the new file; made if it is missing; or an address.
         safe_serialization: True: ``model.safetensors``. False: ``pytorch_model.bin``, by ``torch.save``, with
             all weights in memory.
         remove_checkpoint_dir: Remove the folder afterwards, but not the new file if that is in it.
@@ -238,7 +241,7 @@ def merge_fsdp_weights(
 
     Raises:
         NoCheckpointError: There is no such folder. The message has the likely one.
-        CheckpointError: The folder contains more than data, or no weights; or ``output_path`` is an address.
+        CheckpointError: The folder contains more than data, or no weights.
         DamagedCheckpointError: A file is missing, truncated, or inconsistent with the table.
         ValueError: safetensors lacks a tensor's dtype.
         FileExistsError: The file exists already.
@@ -247,8 +250,8 @@ def merge_fsdp_weights(
     source = Path(checkpoint_dir)
     _check_source(source)
     tensors = _named_weights(source)
-    target = Path(output_path) / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
-    if os.path.lexists(target):
+    target = as_path(output_path) / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+    if is_there(disk_at(target), os.fspath(target)):
         raise FileExistsError(
             f"merge_fsdp_weights: {target} exists already. Remove it, or pass another directory."
         )
@@ -259,13 +262,12 @@ def merge_fsdp_weights(
                 f"merge_fsdp_weights: safetensors has no dtype for {odd[0]} ({tensors[odd[0]].dtype}). Pass "
                 "safe_serialization=False (--unsafe_serialization)."
             )
-    with staging(target) as stage, _explaining_damage(source):
+    with replacing(target) as new, _explaining_damage(source):
         if safe_serialization:
             forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-            write_safetensors(stage / target.name, forms, lambda name: tensors[name].read(), {"format": "pt"})
+            write_safetensors(new, forms, lambda name: tensors[name].read(), {"format": "pt"})
         else:
-            write_pickled(stage / target.name, {name: tensor.read() for name, tensor in tensors.items()})
-        os.replace(stage / target.name, target)
+            write_pickled(new, {name: tensor.read() for name, tensor in tensors.items()})
     if remove_checkpoint_dir:
         _remove_all_but(target.resolve(), source)
     return target

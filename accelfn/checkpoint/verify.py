@@ -14,7 +14,9 @@ from accelfn.checkpoint.find import OpenCheckpoint, check_names, read_checkpoint
 from accelfn.checkpoint.manifest import MANIFEST, Attachment
 from accelfn.checkpoint.read import all_boxes, checksums, files_by_rank, lacking, verify_tensor_file
 from accelfn.errors import DamagedCheckpointError
-from accelfn.storage.disk import REAL_DISK, Disk, Folder, naming, open_regular
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import Disk, Folder, naming, open_regular
+from accelfn.storage.object_store import disk_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,7 @@ class CheckpointReport:
     created_by: str
 
 
-def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> CheckpointReport:
+def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk | None = None) -> CheckpointReport:
     """Check that a checkpoint is, bit for bit, what was written.
 
     It checks the manifest and its checksum; that all files exist; the length, the header and every byte of
@@ -56,7 +58,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
 
     Args:
         directory: The checkpoint, or a directory with checkpoints, of which the newest is checked.
-        disk: The operations on files.
+        disk: The operations on files; None for those of the system, or of an object store.
 
     Returns:
         Its description.
@@ -67,17 +69,18 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
         NotAvailableError: A newer version of accelfn has written it.
         OSError: A file can't be read.
     """
+    own = disk or disk_at(directory)
 
     def check(checkpoint: OpenCheckpoint) -> CheckpointReport:
         manifest = checkpoint.manifest
-        check_names(disk, checkpoint)
-        rows = _check_each(disk, checkpoint)
+        check_names(own, checkpoint)
+        rows = _check_each(own, checkpoint)
         for _, error in rows:
             if error is not None:
                 raise error
         read = [row for row, _ in rows[1:] if not row.is_extra]
         return CheckpointReport(
-            path=Path(checkpoint.path),
+            path=as_path(checkpoint.path),
             files=tuple(row.name for row in read if row.name in manifest.files),
             attachments=tuple(sorted(manifest.attachments)),
             num_bytes=sum(row.size for row in read),
@@ -88,7 +91,7 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
             created_by=manifest.created_by,
         )
 
-    return read_checkpoint(disk, directory, check)
+    return read_checkpoint(own, directory, check)
 
 
 class FileReport(NamedTuple):
@@ -108,7 +111,7 @@ class FileReport(NamedTuple):
 
 
 def verify_files(
-    directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK
+    directory: str | os.PathLike[str], *, disk: Disk | None = None
 ) -> tuple[Path, tuple[FileReport, ...]]:
     """Check a checkpoint as :func:`verify_checkpoint` does, and continue after a damaged file.
 
@@ -116,7 +119,7 @@ def verify_files(
 
     Args:
         directory: The checkpoint, or a directory with checkpoints, of which the newest is checked.
-        disk: The operations on files.
+        disk: The operations on files; None for those of the system, or of an object store.
 
     Returns:
         The checkpoint's directory, and its files: the manifest, tensors, the caller's files, and extra ones.
@@ -128,18 +131,18 @@ def verify_files(
         OSError: A file can't be read.
     """
     rows: list[_Row] = []
-    place = Path(directory)
+    place, own = Path(directory), disk or disk_at(directory)
 
     def check(checkpoint: OpenCheckpoint) -> None:
         nonlocal place
-        place = Path(checkpoint.path)
-        rows[:] = _check_each(disk, checkpoint)
+        place = as_path(checkpoint.path)
+        rows[:] = _check_each(own, checkpoint)
         for _, error in rows:
             if error is not None:  # checked again if another program has replaced it meanwhile
                 raise error
 
     try:
-        read_checkpoint(disk, directory, check)
+        read_checkpoint(own, directory, check)
     except DamagedCheckpointError:
         if not rows:
             raise

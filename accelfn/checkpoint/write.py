@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accelfn import __version__
-from accelfn.checkpoint.attachments import check_attachable, sync_attachments
+from accelfn.checkpoint.attachments import check_attachable, move_files, sync_attachments
 from accelfn.checkpoint.background import Phases, paused_collection
 from accelfn.checkpoint.commit import (
     OpenSave,
@@ -23,7 +23,6 @@ from accelfn.checkpoint.commit import (
     commit,
     end_save,
     find_missing,
-    write_manifest,
 )
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import Attachment, Json, Manifest, StoredFile, StoredTensor
@@ -89,12 +88,12 @@ def begin_job(job: Job, phases: Phases, disk: Disk) -> Begun:
 
 def _begin(job: Job, disk: Disk) -> OpenSave:
     if job.files is not None:
-        check_attachable(disk, job.files)
+        check_attachable(disk, job.files, job.directory)
     save = begin_save(disk, job.directory)
     try:
         clean(disk, save)
         if job.files is not None:
-            disk.rename(job.files, os.path.join(save.path, save.attachments))
+            move_files(disk, job.files, os.path.join(save.path, save.attachments))
     except BaseException:
         abandon(disk, save)
         raise
@@ -104,34 +103,35 @@ def _begin(job: Job, disk: Disk) -> OpenSave:
 def write_job(job: Job, phases: Phases, disk: Disk, begun: Begun | None = None) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
     begun = begun or begin_job(job, phases, disk)
-    _commit_job(job, phases, disk, begun)
-    return _end_job(job, phases, disk, begun)
+    manifest = _commit_job(job, phases, disk, begun)
+    return _end_job(job, phases, disk, begun, manifest)
 
 
 @paused_collection()
-def _commit_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> None:
+def _commit_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Manifest | None:
     """Write this rank's part, and swap the manifest when all ranks have written theirs."""
     save, suffix = begun
     try:
         written, error = catch(lambda: _write_all(job, disk, save, suffix))
         results = phases.gather("write", json.dumps(written), error)
-        error = None
+        manifest = error = None
         if save is not None:
-            _, error = catch(lambda: _commit(job, disk, save, results))
+            manifest, error = catch(lambda: _commit(job, disk, save, results))
         phases.gather("commit", "", error)
+        return manifest
     except BaseException:
         if save is not None:
             abandon(disk, save)
         raise
 
 
-def _commit(job: Job, disk: Disk, save: OpenSave, results: Sequence[str]) -> None:
+def _commit(job: Job, disk: Disk, save: OpenSave, results: Sequence[str]) -> Manifest:
     manifest = _manifest(job, results)
     lost = find_missing(disk, save.path, manifest) if job.size > 1 else None
     if lost is not None:
         raise _not_shared(job, f"rank 0 doesn't find {lost} there, which another rank has written")
-    write_manifest(disk, save, manifest)
-    commit(disk, save)
+    commit(disk, save, manifest)
+    return manifest
 
 
 def _not_shared(job: Job, why: str) -> CheckpointError:
@@ -141,11 +141,11 @@ def _not_shared(job: Job, why: str) -> CheckpointError:
     )
 
 
-def _end_job(job: Job, phases: Phases, disk: Disk, begun: Begun) -> Path:
+def _end_job(job: Job, phases: Phases, disk: Disk, begun: Begun, manifest: Manifest | None) -> Path:
     """Remove what the new checkpoint replaces, which must be durable on all ranks, and release the lock."""
     save, _ = begun
-    if save is not None:
-        end_save(disk, save)
+    if save is not None and manifest is not None:
+        end_save(disk, save, manifest)
     if job.keep is not None:
         keep, error = job.keep, None
         if save is not None:

@@ -20,7 +20,8 @@ from accelfn.checkpoint.attachments import claim_folder
 from accelfn.checkpoint.commit import read_head
 from accelfn.checkpoint.random_state import random_states, restore_random_states
 from accelfn.context import Context
-from accelfn.storage.disk import REAL_DISK
+from accelfn.storage.address import as_path
+from accelfn.storage.object_store import disk_at
 
 
 class LocalSaving(shim.Accelerator):
@@ -77,7 +78,8 @@ class LocalSaving(shim.Accelerator):
         own = None
         if input_dir is not None and self.context.rank > 0 and options.get("random_state", True):
             place = Path(input_dir).expanduser()
-            head, _ = comm.catch(lambda: read_head(REAL_DISK, str(place)))  # super() raises its errors
+            # super() raises its errors.
+            head, _ = comm.catch(lambda: read_head(disk_at(place), str(as_path(place))))
             if head is not None and head.world_size == 1:
                 own, options["random_state"] = _random_states_of(self.context, place), False
         with warnings.catch_warnings():

@@ -7,6 +7,9 @@ import os
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
+from accelfn.storage.address import as_path
+from accelfn.storage.disk import kind_of, list_names
+from accelfn.storage.object_store import disk_at
 
 
 def run(options: argparse.Namespace) -> int:
@@ -25,14 +28,15 @@ def run(options: argparse.Namespace) -> int:
 def _check_options(options: argparse.Namespace) -> None:
     """Check the arguments before torch is imported."""
     path: str = options.source if options.action == "convert" else options.directory
-    parent, name = os.path.split(os.path.abspath(path))
-    if not os.path.isdir(path):
+    place, disk = as_path(path), disk_at(path)
+    kind = kind_of(disk, place)
+    if kind != "directory" and not os.path.isdir(path):  # a link may lead to one
         # After a crash, the checkpoint may still have a temporary name.
-        siblings: list[str] = os.listdir(parent) if os.path.isdir(parent) else []
-        if not any(sibling.startswith(f".{name}.") for sibling in siblings):
-            problem = "is a file" if os.path.exists(path) else "doesn't exist"
+        siblings = list_names(disk, os.fspath(place.parent))
+        if not any(sibling.startswith(f".{place.name}.") for sibling in siblings):
+            problem = "doesn't exist" if kind is None else "is a file"
             raise ConfigurationError(f"the directory {path} {problem}. Check the path.")
-    if options.action in ("list", "prune") and os.path.isfile(os.path.join(path, "manifest.json")):
+    if options.action in ("list", "prune") and kind_of(disk, place / "manifest.json") == "file":
         raise ConfigurationError(f"{path} is a checkpoint. Pass its parent directory.")
     if options.action == "prune":
         for rule in ("last", "every", "best"):

@@ -18,13 +18,15 @@ from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.commit import find_leftovers, is_dead, read_head
 from accelfn.checkpoint.document.decode import decode
 from accelfn.checkpoint.document.nodes import LEAVES, child_path, children_of
-from accelfn.checkpoint.find import explain_absence, read_checkpoint, scan
+from accelfn.checkpoint.find import explain_absence, is_checkpoint, read_checkpoint, scan
 from accelfn.checkpoint.keep import plan_prune
-from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
+from accelfn.checkpoint.manifest import Json, Manifest
 from accelfn.checkpoint.verify import verify_files
 from accelfn.errors import ConfigurationError, DamagedCheckpointError, NoCheckpointError
 from accelfn.launch.output import format_table, print_table
-from accelfn.storage.disk import REAL_DISK
+from accelfn.storage.address import as_path, is_address
+from accelfn.storage.disk import is_there, list_names
+from accelfn.storage.object_store import disk_at
 from accelfn.tree.structure import size_text
 from accelfn.weights.dtypes import dtype_from_name
 
@@ -34,9 +36,10 @@ _MAX_CHARACTERS = 60
 
 def _verify(options: argparse.Namespace) -> int:
     directory = options.directory
-    if not options.all or os.path.isfile(os.path.join(directory, MANIFEST)):
+    disk = disk_at(directory)
+    if not options.all or is_checkpoint(disk, str(as_path(directory))):
         return _verify_one(directory)
-    found, broken = scan(REAL_DISK, directory)
+    found, broken = scan(disk, directory)
     paths = [checkpoint.path for checkpoint in (*found, *broken)]
     if not paths:
         raise NoCheckpointError(2, "it contains no checkpoint of accelfn", directory)
@@ -61,13 +64,14 @@ def _verify_one(directory: str) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    directory: str = os.path.abspath(options.directory)
-    found, broken = scan(REAL_DISK, directory)
-    leftovers = find_leftovers(REAL_DISK, directory)
+    disk, directory = disk_at(options.directory), str(as_path(options.directory))
+    found, broken = scan(disk, directory)
+    leftovers = find_leftovers(disk, directory)
+    newest_s = max((checkpoint.modified_s for checkpoint in found), default=0.0)
     listed = {os.path.basename(checkpoint.path) for checkpoint in (*found, *broken)}
     listed |= {os.path.basename(path) for path in leftovers}
-    others = sorted(name for name in os.listdir(directory) if name not in listed)
-    heads = [(checkpoint, read_head(REAL_DISK, checkpoint.path)) for checkpoint in found]
+    others = sorted(name for name in list_names(disk, directory) if name not in listed)
+    heads = [(checkpoint, read_head(disk, checkpoint.path)) for checkpoint in found]
     rows: list[dict[str, Any]] = [
         {
             "name": os.path.basename(checkpoint.path),
@@ -88,9 +92,11 @@ def _list(options: argparse.Namespace) -> int:
             for checkpoint in broken
         ],
         "leftovers": [
-            {"name": os.path.basename(path), "dead": is_dead(REAL_DISK, path)} for path in leftovers
+            {"name": os.path.basename(path), "dead": is_dead(disk, path, newest_s)} for path in leftovers
         ],
-        "others": [{"name": name, "what": _describe_other(os.path.join(directory, name))} for name in others],
+        "others": [
+            {"name": name, "what": explain_absence(disk, os.path.join(directory, name))} for name in others
+        ],
     }
     if options.json:
         print(json.dumps(report, indent=2))
@@ -120,16 +126,12 @@ def _list(options: argparse.Namespace) -> int:
 
 def _display_path(path: str | os.PathLike[str], given: str) -> str:
     """Return a path as absolute or relative, like the path that the user gave."""
-    return os.fspath(path) if os.path.isabs(given) else os.path.relpath(path)
-
-
-def _describe_other(path: str) -> str:
-    """Describe a path that isn't a checkpoint."""
-    return explain_absence(REAL_DISK, path) if os.path.isdir(path) else "a file"
+    return os.fspath(path) if is_address(given) or os.path.isabs(given) else os.path.relpath(path)
 
 
 def _show(options: argparse.Namespace) -> int:
-    path, manifest = read_checkpoint(REAL_DISK, options.directory, lambda found: (found.path, found.manifest))
+    disk = disk_at(options.directory)
+    path, manifest = read_checkpoint(disk, options.directory, lambda found: (found.path, found.manifest))
     all_leaves = list(list_leaves(manifest))
     prefix = f"{options.path.strip('/').replace('~1', '/')}/".lstrip("/")
     leaves = [leaf for leaf in all_leaves if f"{leaf['path'].replace('~1', '/')}/".startswith(prefix)]
@@ -208,7 +210,7 @@ def _prune(options: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # printed above
         removed = prune_checkpoints(options.directory, keep)
-    remaining = [path for path in plan.dead if os.path.lexists(path)]
+    remaining = [path for path in plan.dead if is_there(disk_at(path), path)]
     counts = [(len(removed), "checkpoint"), (len(plan.dead) - len(remaining), "leftover")]
     texts = [f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts]
     print(f"removed {' and '.join(texts)}")

@@ -196,6 +196,7 @@ class Disk:
             no such directory any more. None if there are no locks.
         read: Fills memory from an offset of a file; returns the number of bytes, 0 at the end.
         parallel_reads: Whether several threads may read from one descriptor at once.
+        has_whole_files: Whether a file appears complete when it is synced, and replaces an older one then.
     """
 
     create: Callable[[str], int] = _create
@@ -216,6 +217,7 @@ class Disk:
     lock: Callable[[str], Callable[[], None] | None] = _lock
     read: Callable[[int, memoryview, int], int] = _read
     parallel_reads: bool = hasattr(os, "preadv")
+    has_whole_files: bool = False
 
     def __repr__(self) -> str:
         """Return a short text for signatures, without the addresses of functions."""
@@ -223,6 +225,8 @@ class Disk:
 
 
 REAL_DISK = Disk()
+
+_COPY_BYTES = 1 << 24
 
 
 @contextmanager
@@ -270,6 +274,33 @@ def write_file(disk: Disk, path: str, content: bytes) -> None:
             disk.sync(descriptor)
         finally:
             disk.close(descriptor)
+
+
+def copy_file(source: Disk, path: str, target: Disk, new: str) -> None:
+    """Copy a file to another disk; the new one is durable when this returns.
+
+    Raises:
+        OSError: With the path of the file that can't be read or written.
+    """
+    with opened(source, os.path.dirname(path)) as folder, naming(path):
+        descriptor, size = open_regular(source, folder, os.path.basename(path))
+        try:
+            with naming(new):
+                writing = target.create(new)
+            try:
+                buffer = memoryview(bytearray(min(size, _COPY_BYTES)))
+                for place in range(0, size, _COPY_BYTES):
+                    part = buffer[: size - place]
+                    if not read_exactly(source, descriptor, part, place):
+                        raise OSError(errno.EIO, "it became shorter while it was read")
+                    with naming(new):
+                        write_all(target, writing, part, place)
+                with naming(new):
+                    target.sync(writing)
+            finally:
+                target.close(writing)
+        finally:
+            source.close(descriptor)
 
 
 def read_exactly(disk: Disk, descriptor: int, target: memoryview, place: int) -> bool:
@@ -339,13 +370,26 @@ def read_file(disk: Disk, folder: Folder, name: str, max_bytes: int) -> bytes:
         disk.close(descriptor)
 
 
+def list_names(disk: Disk, path: str) -> list[str]:
+    """List what is in a directory; nothing if there is none."""
+    try:
+        with opened(disk, path) as folder:
+            return disk.names(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def kind_of(disk: Disk, path: str | os.PathLike[str]) -> str | None:
+    """Return what kind of thing is at a path, see :class:`Status`; None if nothing is."""
+    try:
+        return disk.status(os.fspath(path)).kind
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
 def is_there(disk: Disk, path: str) -> bool:
     """Return whether ``path`` exists."""
-    try:
-        disk.status(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+    return kind_of(disk, path) is not None
 
 
 def make_folders(disk: Disk, path: str) -> None:

@@ -15,6 +15,9 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.storage.address import Address, as_path
+from accelfn.storage.disk import kind_of, list_names
+from accelfn.storage.object_store import disk_at, open_binary
 from accelfn.tree import is_dtensor
 from accelfn.weights.dtypes import SAFETENSORS_NAMES
 from accelfn.weights.header import Header, check_length, check_safetensors_header, storage_order
@@ -248,14 +251,15 @@ def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
         ValueError: The directory holds files of both libraries, or several indexes with other names, or
             ``path`` is a file of another kind.
     """
-    source = Path(path)
-    if not source.exists():
+    source = as_path(path)
+    kind = _kind_of(source)
+    if kind is None:
         raise NoCheckpointError(f"{source} doesn't exist.")
-    entry = _find_entry(source) if source.is_dir() else source
+    entry = _find_entry(source) if kind == "directory" else source
     directory = entry.parent
-    if source.is_dir():  # a link that the user passes may lead anywhere
+    if kind == "directory":  # a link that the user passes may lead anywhere
         _check_file(directory, entry.name, entry.name)
-    elif not entry.is_file():
+    elif kind != "file":
         raise NoCheckpointError(f"{entry} is not a regular file.")
     if entry.name.endswith((*_SAFE, *_PICKLED)):
         return WeightsFiles(directory=directory, files=(entry.name,))
@@ -272,14 +276,22 @@ def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
     return WeightsFiles(directory=directory, files=files, weight_map=MappingProxyType(weight_map))
 
 
+def _kind_of(path: Path) -> str | None:
+    """Return what kind of thing is at a path, to which links may lead; None if nothing is."""
+    if isinstance(path, Address):
+        return kind_of(disk_at(path), path)
+    return "directory" if path.is_dir() else "file" if path.is_file() else "other" if path.exists() else None
+
+
 def _find_entry(directory: Path) -> Path:
+    names = list_names(disk_at(directory), str(directory))
     found: list[str] = []
     for naming in _NAMINGS:
-        existing = [name for name in entry_names(naming) if os.path.lexists(directory / name)]
+        existing = [name for name in entry_names(naming) if name in names]
         found.extend(existing[:1])
     if not found:
-        found = sorted(name for name in os.listdir(directory) if name.endswith(".index.json"))
-    if not found and (directory / "manifest.json").is_file():
+        found = sorted(name for name in names if name.endswith(".index.json"))
+    if not found and "manifest.json" in names:
         raise NoCheckpointError(
             f"{directory} is the checkpoint of a training (save_state) and has no files of weights. Take the "
             "model out of it, by its path in the tree that was saved: "
@@ -287,7 +299,7 @@ def _find_entry(directory: Path) -> Path:
             f"files: `accelfn checkpoint convert {directory} DIRECTORY --to safetensors --leaf model`. If an "
             'Accelerator saved it, use {"models": {"model": model}} and models/model.'
         )
-    if not found and (directory / ".metadata").is_file():
+    if not found and ".metadata" in names:
         raise NoCheckpointError(
             f"{directory} is a checkpoint of torch.distributed.checkpoint. Merge its weights into a file: "
             f"`accelfn merge-weights {directory} DIRECTORY`, and load that directory."
@@ -312,7 +324,8 @@ def _read_index(path: Path) -> dict[str, str]:
     if not path.name.endswith(".json"):
         raise unknown
     try:
-        content: object = json.loads(path.read_bytes(), object_pairs_hook=_unique)
+        with open_binary(path) as file:
+            content: object = json.loads(file.read(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(f"{path} is not valid JSON: {error}.", path.name) from error
     index = cast("dict[str, object]", content) if isinstance(content, dict) else {}
@@ -343,6 +356,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_file(directory: Path, file: str, index: str) -> None:
     """Check that a file is a regular file in the directory; links may lead to other files in it."""
     path = directory / file
+    if isinstance(path, Address) and _kind_of(path) is None:
+        raise DamagedCheckpointError(f"{path} is missing, and {index} needs it.", index)
+    if isinstance(path, Address):
+        return
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
@@ -362,8 +379,9 @@ def read_header(path: Path) -> Header:
     Raises:
         DamagedCheckpointError: The file is not valid safetensors.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_binary(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
         start = file.read(8)
         head = start + file.read(check_length(start, size, str(path)) - len(start))
     return check_safetensors_header(head, size, str(path))

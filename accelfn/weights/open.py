@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.errors import DamagedCheckpointError
+from accelfn.storage.address import Address, as_path
 from accelfn.weights.dtypes import STORED_DTYPES
 from accelfn.weights.index import find_weights, read_header
 from accelfn.weights.stored import PIECE_BYTES, FileId, Stored, file_id_of, map_stored
 from accelfn.weights.torch_file import read_torch_file
+from accelfn.weights.write import memory_of
 
 # Frameworks whose weights have other layouts than torch's.
 _FOREIGN = frozenset({"tf", "flax", "mlx"})
@@ -64,7 +66,7 @@ def open_weights(path: str | os.PathLike[str]) -> OpenedWeights:
     tied: dict[str, str] = {}
     file_ids: dict[Path, FileId] = {}
     for file in files.paths:
-        file_ids[file] = file_id_of(file.stat())
+        file_ids[file] = file_id_of(file)
         contents, metadata = (_read_safetensors if files.is_safe else _read_pickled)(file)
         if files.weight_map is not None:
             indexed = [name for name, file_name in files.weight_map.items() if file_name == file.name]
@@ -80,7 +82,7 @@ def open_weights(path: str | os.PathLike[str]) -> OpenedWeights:
         tied.update(metadata)
     tensors = {name: value for name, value in values.items() if isinstance(value, Stored)}
     return OpenedWeights(
-        place=Path(path),
+        place=as_path(path),
         tensors=MappingProxyType(tensors),
         tied=MappingProxyType({name: first for name, first in tied.items() if first in tensors}),
         others=MappingProxyType({name: value for name, value in values.items() if name not in tensors}),
@@ -136,7 +138,7 @@ class _Span(NamedTuple):
 
 
 def _read_pickled(path: Path) -> tuple[Mapping[str, object], Mapping[str, str]]:
-    size = path.stat().st_size
+    size = file_id_of(path).num_bytes
     file_bytes = Stored("", path, torch.uint8, (size,), 0).map()
     spans: list[_Span] = []
 
@@ -148,11 +150,12 @@ def _read_pickled(path: Path) -> tuple[Mapping[str, object], Mapping[str, str]]:
     state = cast("Mapping[object, object]", contents) if isinstance(contents, Mapping) else None
     if state is None or not all(isinstance(name, str) for name in state):
         raise DamagedCheckpointError(f"{path} isn't a dict of tensors by name.", path.name)
-    _verify_checksums(path, spans)
+    _verify_checksums(path, spans, file_bytes)
 
     def stored(name: str, value: torch.Tensor) -> Stored:
         start = value.data_ptr() - file_bytes.data_ptr() if value.numel() else 0
-        elements = None if value.is_contiguous() else lambda: value
+        is_read = isinstance(path, Address) or not value.is_contiguous()
+        elements = (lambda: value) if is_read else None
         return Stored(name, path, value.dtype, tuple(value.shape), start, elements)
 
     tensors_and_others = {
@@ -162,11 +165,13 @@ def _read_pickled(path: Path) -> tuple[Mapping[str, object], Mapping[str, str]]:
     return tensors_and_others, {}
 
 
-def _verify_checksums(path: Path, spans: Sequence[_Span]) -> None:
+def _verify_checksums(path: Path, spans: Sequence[_Span], file_bytes: torch.Tensor) -> None:
     """Compare storages with their checksums in the archive."""
 
     def differs(span: _Span) -> bool:
         crc32, position, end = 0, span.start, span.start + span.length
+        if isinstance(path, Address):  # of which all bytes are in memory
+            return zlib.crc32(memory_of(file_bytes[position:end])) != span.crc32
         with open(path, "rb") as file:
             file.seek(position)
             buffer = bytearray(min(PIECE_BYTES, span.length))

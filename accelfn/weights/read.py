@@ -12,14 +12,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from accelfn.devices import device_type
 from accelfn.errors import DamagedCheckpointError, MissingExtraError
-from accelfn.storage.disk import REAL_DISK, naming, read_exactly
-from accelfn.weights.stored import PIECE_BYTES, FileId, Stored, advise_memory, open_unchanged
+from accelfn.storage.disk import Disk, naming, read_exactly
+from accelfn.weights.stored import PIECE_BYTES, FileId, Stored, advise_memory, opened_unchanged
 from accelfn.weights.write import memory_of
 
 # At least two threads, also on one core: while one waits for the disk, another one copies.
@@ -64,13 +64,15 @@ def read_tensors(
         OSError: A file can't be read.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = min(_MAX_THREADS, max(_MIN_THREADS, cores)) if REAL_DISK.parallel_reads else 1
+    threads = min(_MAX_THREADS, max(_MIN_THREADS, cores))
     with ExitStack() as closing, torch.no_grad():
         files = {
-            path: closing.enter_context(open_unchanged(path, file_ids))
+            path: closing.enter_context(opened_unchanged(path, file_ids))
             for path in dict.fromkeys(reading.source.path for reading in readings)
         }
         reader = _Reader(files)
+        if not all(disk.parallel_reads for disk, _ in files.values()):
+            threads = 1
         pool = closing.enter_context(ThreadPoolExecutor(threads, "accelfn-load"))
         closing.callback(pool.shutdown, cancel_futures=True)
         pieces = [(piece, pool.submit(reader.read, *piece)) for piece in _pieces(readings)]
@@ -107,7 +109,7 @@ def _split(source: Stored, flat: torch.Tensor, num_bytes: int) -> Iterator[Readi
 class _Reader(threading.local):
     """Reads from open files, with buffers per thread."""
 
-    def __init__(self, files: Mapping[Path, BinaryIO]) -> None:
+    def __init__(self, files: Mapping[Path, tuple[Disk, int]]) -> None:
         self._files = files
         self._advise: Any = advise_memory() if sys.platform == "linux" else None
         self._buffer: torch.Tensor | None = None
@@ -127,8 +129,8 @@ class _Reader(threading.local):
     def fill(self, source: Stored, memory: torch.Tensor) -> None:
         """Read bytes into host memory."""
         with naming(str(source.path)):
-            file = self._files[source.path].fileno()
-            is_complete = read_exactly(REAL_DISK, file, memory_of(memory), source.start)
+            disk, descriptor = self._files[source.path]
+            is_complete = read_exactly(disk, descriptor, memory_of(memory), source.start)
         if not is_complete:
             raise DamagedCheckpointError(
                 f"{source.path} was truncated while it was read. Load again.", source.path.name

@@ -17,13 +17,18 @@ import mmap
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from accelfn.errors import DamagedCheckpointError
+from accelfn.storage.address import Address
+from accelfn.storage.disk import Disk, Status, naming, open_regular, opened, read_exactly
+from accelfn.storage.object_store import disk_at
+from accelfn.weights.write import memory_of
 
 PIECE_BYTES = 1 << 23
 """What a thread reads at a time: for an accelerator, or for a checksum."""
@@ -71,9 +76,10 @@ class Stored(NamedTuple):
 
     @property
     def is_mappable(self) -> bool:
-        """Whether it can be used in place: contiguous and aligned."""
+        """Whether it can be used in place: in a file, contiguous and aligned."""
         alignment = self.dtype.itemsize // (2 if self.dtype.is_complex else 1)
-        return self.elements is None and self.start % alignment == 0
+        is_file = not isinstance(self.path, Address)
+        return is_file and self.elements is None and self.start % alignment == 0
 
     def map(self) -> torch.Tensor:
         """Map it, see :func:`map_stored`."""
@@ -100,22 +106,46 @@ class FileId(NamedTuple):
     modified_ns: int
 
 
-def file_id_of(status: os.stat_result) -> FileId:
-    """Return the identity of a file."""
+def file_id_of(path: Path) -> FileId:
+    """Return the identity of a file, to which links may lead, or of an object."""
+    if isinstance(path, Address):
+        return _object_id(disk_at(path).status(str(path)))
+    return _file_id(path.stat())
+
+
+def _file_id(status: os.stat_result) -> FileId:
     return FileId(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def open_unchanged(path: Path, file_ids: Mapping[Path, FileId]) -> BinaryIO:
-    """Open a file of a checkpoint, and check that it is still the one whose header was read.
+def _object_id(status: Status) -> FileId:
+    return FileId(status.inode, status.size, int(status.modified_s * 1e9))
+
+
+@contextmanager
+def opened_unchanged(
+    path: Path, file_ids: Mapping[Path, FileId] | None
+) -> Generator[tuple[Disk, int], None, None]:
+    """Open a file of weights, and check that it is still the one whose header was read.
+
+    Yields the disk and the descriptor. None doesn't check the file.
 
     Raises:
         DamagedCheckpointError: It was modified.
     """
-    file = open(path, "rb", buffering=0)  # noqa: SIM115 -- the caller closes it
-    if file_id_of(os.fstat(file.fileno())) != file_ids[path]:
-        file.close()
-        raise DamagedCheckpointError(f"{path} was modified while it was read. Load again.", path.name)
-    return cast("Any", file)
+    disk = disk_at(path)
+    if isinstance(path, Address):
+        with opened(disk, str(path.parent)) as folder:
+            descriptor = open_regular(disk, folder, path.name)[0]
+        found = _object_id(disk.status_of(descriptor))
+    else:  # a link may lead to it
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        found = _file_id(os.fstat(descriptor))
+    try:
+        if file_ids is not None and found != file_ids[path]:
+            raise DamagedCheckpointError(f"{path} was modified while it was read. Load again.", path.name)
+        yield disk, descriptor
+    finally:
+        disk.close(descriptor)
 
 
 class _MappedFrom(NamedTuple):
@@ -138,7 +168,8 @@ def map_stored(some: Sequence[Stored], file_ids: Mapping[Path, FileId] | None = 
     """Map tensors of files into memory, without reading them.
 
     Tensors of one file share a mapping, which ends with the last of them, but each has its own storage, so
-    that pickling or copying one doesn't include the others. Tensors that can't be used in place are read.
+    that pickling or copying one doesn't include the others. Tensors that can't be used in place are read,
+    and so are objects of a store.
 
     Ranks: local.
 
@@ -158,37 +189,50 @@ def map_stored(some: Sequence[Stored], file_ids: Mapping[Path, FileId] | None = 
     for index, stored in enumerate(some):
         by_file.setdefault(stored.path, []).append(index)
     for path, indices in by_file.items():
-        with open(path, "rb") if file_ids is None else open_unchanged(path, file_ids) as file:
+        with opened_unchanged(path, file_ids) as (disk, descriptor):
             in_place = [some[index] for index in indices if some[index].elements is None]
             end = max((stored.start + stored.num_bytes for stored in in_place), default=0)
-            size = os.fstat(file.fileno()).st_size
+            size = disk.status_of(descriptor).size
             if end > size:
                 raise DamagedCheckpointError(
                     f"{path} has {size} bytes, but its tensors need {end}: it is truncated. Copy it again.",
                     path.name,
                 )
-            mapping = _map(file) if any(stored.num_bytes for stored in in_place) else None
+            if isinstance(path, Address):
+                tensors.update((index, _read(disk, descriptor, some[index])) for index in indices)
+                continue
+            mapping = _map(descriptor, path) if any(stored.num_bytes for stored in in_place) else None
         tensors.update((index, _view(mapping, some[index])) for index in indices)
     return [tensors[index] for index in range(len(some))]
 
 
-def _map(file: BinaryIO) -> Any:
+def _read(disk: Disk, descriptor: int, stored: Stored) -> torch.Tensor:
+    if stored.elements is not None:
+        return stored.elements()
+    value = torch.empty(stored.shape, dtype=stored.dtype)
+    with naming(str(stored.path)):
+        if not read_exactly(disk, descriptor, memory_of(value), stored.start):
+            raise DamagedCheckpointError(f"{stored.path} is truncated. Copy it again.", stored.path.name)
+    return value
+
+
+def _map(descriptor: int, path: Path) -> Any:
     """Map a whole file, privately and writably; return an object with a buffer, which ends the mapping.
 
     Python's mmap keeps a descriptor open for each mapping before Python 3.13, and the files of an offload
     folder may be more than a process may open.
     """
-    size = os.fstat(file.fileno()).st_size
+    size = os.fstat(descriptor).st_size
     if sys.platform == "win32":
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     flags = mmap.MAP_PRIVATE | (_MAP_NORESERVE if sys.platform == "linux" else 0)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
     libc.mmap.restype = ctypes.c_void_p
     libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, file.fileno(), 0)
+    address = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), file.name)
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
     mapping = (ctypes.c_ubyte * size).from_address(address)
     # Not at the exit of the interpreter, when other threads may still use the tensors.
     weakref.finalize(mapping, libc.munmap, address, size).atexit = False

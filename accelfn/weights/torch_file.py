@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import torch
 
 from accelfn.errors import CheckpointError, DamagedCheckpointError
+from accelfn.storage.object_store import open_binary
 from accelfn.weights.header import check_no_pointer
 
 TakeBytes: TypeAlias = Callable[[int, int, int], torch.Tensor]
@@ -348,7 +349,7 @@ def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
         CheckpointError: The file requests something that isn't data, or torch before 1.6 wrote it.
         DamagedCheckpointError: The file is truncated or damaged, or was not written by ``torch.save``.
     """
-    with open(path, "rb") as file:
+    with open_binary(path) as file:
         return read_torch_stream(file, path.name, take)
 
 

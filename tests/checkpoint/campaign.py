@@ -27,7 +27,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
@@ -39,6 +39,7 @@ import accelfn as af
 from accelfn.checkpoint import Keep
 from accelfn.context import Context
 from accelfn.errors import NoCheckpointError
+from accelfn.storage.disk import REAL_DISK
 from accelfn.testing import processes, run_ranks
 from accelfn.tree import is_dtensor, local_of
 from tests.checkpoint.layouts import differing, flat
@@ -317,14 +318,14 @@ def forked(act: Callable[[], object]) -> int:
 
 
 def kill_at_its_last_step(write: Callable[[], object]) -> None:
-    """Run a program that writes something, and kill it at its first ``os.replace``."""
+    """Run a program that writes something, and kill it where it first renames a file."""
 
     def die(*paths: object) -> NoReturn:
         os._exit(9)
 
     def program() -> None:
-        setattr(os, "replace", die)  # noqa: B010 -- of this program alone
-        write()
+        with installed(replace(REAL_DISK, rename=die)):
+            write()
 
     assert os.waitstatus_to_exitcode(os.waitpid(forked(program), 0)[1]) == 9
 

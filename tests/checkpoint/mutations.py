@@ -53,10 +53,10 @@ _SHORT = {
 _BUGS = r"""
 = commit: old files are deleted before the swap is durable
 @ POWER[replacing]
--os.path.join(save.path, MANIFEST))
+-    disk.rename(temporary, place)
 -    with naming
-+os.path.join(save.path, MANIFEST))
-+    clean(disk, save, is_durable=True)
++    disk.rename(temporary, place)
++    clean(disk, save, manifest)
 +    with naming
 = commit: the old one's files are deleted when a save begins
 @ POWER[replacing]
@@ -78,13 +78,13 @@ _BUGS = r"""
 +    if save.is_new
 = write: older ones are removed before the commit
 @ FAULT[1-0-rotated-waiting]
--    commit(disk, save)
+-    commit(disk, save, manifest)
 +    if job.keep is not None:
 +        from accelfn.checkpoint.find import find_checkpoints
 +        import shutil
 +        for path in find_checkpoints(job.directory.parent)[: 1 - (job.keep.last or 1)]:
 +            shutil.rmtree(path)
-+    commit(disk, save)
++    commit(disk, save, manifest)
 = read: checksums of tensors aren't compared
 @ state/test_bad_input.py::test_every_byte_counts
 -if crc32 != file.sums[file.first[chunk.box.key] + chunk.number]:

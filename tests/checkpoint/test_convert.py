@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +19,12 @@ import accelfn as af
 from accelfn.checkpoint import Conversion, convert_checkpoint, verify_checkpoint
 from accelfn.checkpoint.random_state import random_states
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
+from accelfn.storage.disk import REAL_DISK
 from accelfn.testing import run_ranks
 from tests.checkpoint.accelerate_folder import random_file, random_state, write_folder
 from tests.checkpoint.printed import text
 from tests.checkpoint.small import Stateful, flip
+from tests.checkpoint.watched_disk import installed
 from tests.checkpoint.weights.models import tied
 
 np = cast("Any", numpy)  # partly untyped
@@ -289,13 +292,12 @@ def test_sources_that_are_missing_or_damaged_are_reported(tmp_path: Path) -> Non
     assert not (tmp_path / "new").exists()
 
 
-def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     checkpoint = af.save_tree(tmp_path / "here", {"model": {"w": torch.ones(2)}})
 
     def full(source: Any, target: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with installed(replace(REAL_DISK, rename=full)), pytest.raises(OSError, match="No space"):
         convert_checkpoint(checkpoint, tmp_path / "there", to="safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["here"]

@@ -1,7 +1,6 @@
 """The real disk, with a callback before every operation, which may make it fail.
 
-Saves take the disk from ``accelfn.checkpoint.save``, where :func:`installed` puts another one for this
-process.
+Everything takes the disk of a path from ``disk_at``, for which :func:`installed` puts another one.
 """
 
 import os
@@ -62,9 +61,8 @@ def locked(disk: Disk) -> Disk:
 
 
 @contextmanager
-def installed(disk: Disk, *modules: str) -> Generator[None, None, None]:
-    """Make the saves of this process use ``disk``, or what is in other modules of the package."""
+def installed(disk: Disk) -> Generator[None, None, None]:
+    """Make this process use ``disk`` for all paths of files."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in modules or ("save",):
-            patch.setattr(f"accelfn.checkpoint.{module}.REAL_DISK", disk)
+        patch.setattr("accelfn.storage.object_store.REAL_DISK", disk)
         yield

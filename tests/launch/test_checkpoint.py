@@ -117,7 +117,7 @@ def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, ru
     hint = "turn it into one with `accelfn checkpoint convert`"
     assert rows[4:] == [
         f"unfinished: {killed} (left by a save that was killed)",
-        "not a checkpoint: notes.txt (a file)",
+        "not a checkpoint: notes.txt (it is a file)",
         f"not a checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
     ]
     reported = json.loads(run("list", tmp_path, "--json")[1])

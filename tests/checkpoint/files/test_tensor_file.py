@@ -77,7 +77,7 @@ def test_partial_writes_and_reads_are_continued_unless_nothing_comes(tmp_path: P
         return REAL_DISK.read(descriptor, target[:500], place) if not 20_000 <= place < 39_000 else 0
 
     tree = {"x": torch.arange(5000)}
-    with installed(replace(REAL_DISK, write=write, read=read), "save", "load"):
+    with installed(replace(REAL_DISK, write=write, read=read)):
         path = af.save_tree(tmp_path / "at", tree)
         assert torch.equal(af.load_tree(path)["x"], tree["x"])
     with installed(replace(REAL_DISK, write=write_nothing)):

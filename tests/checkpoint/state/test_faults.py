@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
@@ -50,6 +51,10 @@ class Failing:
         if self.left == -1 or (self.for_good and self.left < 0 and self.fault is not None):
             name = () if kind in BY_DESCRIPTOR else (path,)
             raise OSError(self.code, os.strerror(self.code), *name)
+
+    def stop(self) -> None:
+        """Let everything succeed from now on."""
+        self.left = -2
 
 
 @contextmanager
@@ -109,15 +114,19 @@ def fail_at_every_operation(ctx: Context, folder: Path, rank: int, *, rotated: b
         How many operations failed.
     """
 
-    def save(step: int, *, asks: bool = True) -> None:
+    def save(step: int, disk: Failing | None = None) -> None:
+        """Save; if ``disk`` is given, an error in the background is told by the next operation."""
         at = folder / (f"step-{step}" if rotated else "at")
         keep = Keep(last=2) if rotated else None
         handle = af.save_state(ctx, at, state(step), background, step=step, keep=keep)
         if isinstance(handle, SaveHandle):
-            if asks:
+            if disk is None:
                 handle.result()
             else:
-                af.load_state(ctx, folder, state(0))  # which tells what went wrong before
+                while not handle.done():
+                    time.sleep(0.001)
+                disk.stop()
+                af.load_state(ctx, folder, state(0))
 
     here = folder if rotated else folder / "at"
     old = 2
@@ -127,7 +136,7 @@ def fail_at_every_operation(ctx: Context, folder: Path, rank: int, *, rotated: b
         before = set(os.listdir(folder))
         everywhere(ctx, None)
         with failing(ctx, rank, number) as disk:
-            raised = error_of(partial(save, old + 1, asks=number % 2 == 0))
+            raised = error_of(partial(save, old + 1, disk if number % 2 else None))
         (fault,) = (one for one, at in everywhere(ctx, (disk.fault, ctx.rank)) if at == rank)
         kinds = everywhere(ctx, None if raised is None else type(raised).__name__)
         if fault is None:

@@ -146,7 +146,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_loaded_is_replaced_by_the_next_o
         af.load_state(ctx, tmp_path, {"model": model})
         return model.weight.item()
 
-    with installed(locked(replace(REAL_DISK, open_file=open_file)), "load"):
+    with installed(locked(replace(REAL_DISK, open_file=open_file))):
         assert run_ranks(run, 2) == [1.0, 1.0]
 
 
@@ -299,7 +299,7 @@ def test_a_path_that_is_not_shared_is_an_error_that_says_so(tmp_path: Path) -> N
         refused = partial(
             pytest.raises, (CheckpointError, RemoteRankError), match="on a disk that all ranks share"
         )
-        with installed(replace(REAL_DISK, **own), "save", "load"):
+        with installed(replace(REAL_DISK, **own)):
             with refused():
                 af.save_state(ctx, shared / "at", tree)
             with refused():

@@ -81,11 +81,6 @@ def content(folder: Path) -> Disk:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-BY_PROC = pytest.mark.skipif(
-    not os.path.isdir("/proc/self/fd"), reason="tells files from directories by /proc"
-)
-
-
 class Watch(NamedTuple):
     """States of a directory during a save.
 
@@ -99,13 +94,12 @@ class Watch(NamedTuple):
     cuts: list[Disk]
 
 
-def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch) -> Watch:
+def watched(folder: Path, save: Callable[[], object]) -> Watch:
     kills: list[Disk] = []
     cuts: list[Disk] = []
     durable: dict[str, bytes] = dict(content(folder))
     pending: list[tuple[str, bytes | None]] = []
     flushed: set[int] = set()
-    real = {name: getattr(os, name) for name in ("replace", "unlink", "fsync")}
 
     def look() -> None:
         kills.append(content(folder))
@@ -118,45 +112,44 @@ def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch)
                     state.pop(name, None)
             cuts.append(state)
 
-    def move(source: Path, target: Path) -> None:
+    def move(source: str, target: str) -> None:
         is_flushed = os.stat(source).st_ino in flushed
-        pending.append((target.name, source.read_bytes() if is_flushed else b"torn"))
-        real["replace"](source, target)
+        pending.append((Path(target).name, Path(source).read_bytes() if is_flushed else b"torn"))
+        REAL_DISK.rename(source, target)
         look()
 
-    def unlink(path: Path, **options: Any) -> None:
-        real["unlink"](path, **options)
-        pending.append((Path(path).name, None))
+    def remove(path: str) -> None:
+        REAL_DISK.remove_file(path)
+        if Path(path).parent == folder:
+            pending.append((Path(path).name, None))
         look()
 
-    def fsync(descriptor: int) -> None:
-        real["fsync"](descriptor)
-        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+    def sync(descriptor: int) -> None:
+        REAL_DISK.sync(descriptor)
+        flushed.add(os.fstat(descriptor).st_ino)
+        look()
+
+    def sync_folder(path: str) -> None:
+        REAL_DISK.sync_folder(path)
+        if Path(path) == folder:
             for name, data in pending:
                 if data is not None:
                     durable[name] = data
                 else:
                     durable.pop(name, None)
             pending.clear()
-        else:
-            flushed.add(os.fstat(descriptor).st_ino)
         look()
 
-    with patch.context() as patched:
-        patched.setattr(os, "replace", move)
-        patched.setattr(os, "unlink", unlink)
-        patched.setattr(os, "fsync", fsync)
+    disk = replace(REAL_DISK, rename=move, remove_file=remove, sync=sync, sync_folder=sync_folder)
+    with installed(disk):
         save()
     look()
     return Watch(kills, cuts)
 
 
-@BY_PROC
 @pytest.mark.parametrize("names", ENTRIES)
 @pytest.mark.parametrize("new", LAYOUTS, ids=str)
-def test_a_reader_finds_the_old_model_or_the_new_one(
-    new: Layout, names: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_finds_the_old_model_or_the_new_one(new: Layout, names: Naming, tmp_path: Path) -> None:
     # For readers with any order of preference.
     orders = list(itertools.permutations(ENTRIES[names]))
     for number, old in enumerate((None, *LAYOUTS)):
@@ -164,7 +157,7 @@ def test_a_reader_finds_the_old_model_or_the_new_one(
         folder.mkdir()
         if old is not None:
             old.save(folder, 1, names)
-        watch = watched(folder, lambda folder=folder: new.save(folder, 2, names), monkeypatch)
+        watch = watched(folder, lambda folder=folder: new.save(folder, 2, names))
         before = None if old is None else 1
         for seen in (watch.kills, watch.cuts):
             for order in orders:
@@ -177,11 +170,10 @@ def test_a_reader_finds_the_old_model_or_the_new_one(
             assert values == sorted(values, key=lambda value: value or 0)
 
 
-@BY_PROC
 @pytest.mark.parametrize("names", ENTRIES)
 @pytest.mark.parametrize("new", LAYOUTS, ids=str)
 def test_stale_sets_of_other_programs_never_become_visible(
-    new: Layout, names: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    new: Layout, names: Naming, tmp_path: Path
 ) -> None:
     # Other programs left a stale set of each kind, of which the library reads the first.
     (tmp_path / "old").mkdir()
@@ -193,21 +185,20 @@ def test_stale_sets_of_other_programs_never_become_visible(
     order = ENTRIES[names]
     first = read(content(tmp_path), order)
     assert first in (3, 4)
-    watch = watched(tmp_path, lambda: new.save(tmp_path, 2, names), monkeypatch)
+    watch = watched(tmp_path, lambda: new.save(tmp_path, 2, names))
     for seen in (watch.kills, watch.cuts):
         assert {read(disk, order) for disk in seen} == {first, 2}
 
 
-@BY_PROC
 @pytest.mark.parametrize("old", LAYOUTS, ids=str)
 @pytest.mark.parametrize("new", [Layout(1, True), Layout(3, True), Layout(2, False)], ids=str)
 def test_after_a_kill_the_model_loads_and_the_next_save_cleans_up(
-    old: Layout, new: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    old: Layout, new: Layout, tmp_path: Path
 ) -> None:
     folder = tmp_path / "folder"
     old.save(folder, 1, "transformers")
     (folder / "config.json").write_text("{}")
-    watch = watched(folder, lambda: new.save(folder, 2, "transformers"), monkeypatch)
+    watch = watched(folder, lambda: new.save(folder, 2, "transformers"))
     for number, disk in enumerate(watch.kills):
         state = tmp_path / f"state{number}"
         state.mkdir()
@@ -223,19 +214,18 @@ def test_after_a_kill_the_model_loads_and_the_next_save_cleans_up(
         assert read(content(state), ENTRIES["transformers"]) == 3
 
 
-def test_one_program_saves_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_program_saves_at_a_time(tmp_path: Path) -> None:
     refused: list[OSError] = []
-    real = os.replace
 
-    def replace(source: Path, target: Path) -> None:
+    def rename(source: str, target: str) -> None:
         if not refused:
             with pytest.raises(BlockingIOError, match="another program or rank is saving") as caught:
                 Layout(1, True).save(tmp_path, 5, "transformers")
             refused.append(caught.value)
-        real(source, target)
+        REAL_DISK.rename(source, target)
 
-    monkeypatch.setattr(os, "replace", replace)
-    Layout(1, True).save(tmp_path, 1, "transformers")
+    with installed(replace(REAL_DISK, rename=rename)):
+        Layout(1, True).save(tmp_path, 1, "transformers")
     assert refused[0].filename == str(tmp_path)
     Layout(1, True).save(tmp_path, 2, "transformers")
     assert read(content(tmp_path), ENTRIES["transformers"]) == 2
@@ -243,26 +233,23 @@ def test_one_program_saves_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("step", range(12))
 @pytest.mark.parametrize("old", [Layout(1, True), Layout(2, True), Layout(1, False)], ids=str)
-def test_a_failure_of_any_step_keeps_one_complete_model(
-    old: Layout, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_any_step_keeps_one_complete_model(old: Layout, step: int, tmp_path: Path) -> None:
     # An error, unlike a kill, leaves no temporary files.
     old.save(tmp_path, 1, "transformers")
     before = content(tmp_path)
     calls = itertools.count()
-    real = {name: getattr(os, name) for name in ("replace", "fsync")}
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*arguments: Any) -> Any:
             if next(calls) == step:
                 raise OSError(28, "No space left on device")
-            return real[name](*arguments)
+            return getattr(REAL_DISK, name)(*arguments)
 
         return refuse
 
-    with monkeypatch.context() as patched:
-        for name in real:
-            patched.setattr(os, name, refusing(name))
+    with installed(
+        replace(REAL_DISK, **{name: refusing(name) for name in ("rename", "sync", "sync_folder")})
+    ):
         failed, name = False, None
         try:
             Layout(2, True).save(tmp_path, 2, "transformers")
@@ -282,15 +269,14 @@ def test_a_failure_of_any_step_keeps_one_complete_model(
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize("second", [1, 2])
 def test_without_locks_a_reader_finds_one_model_whenever_another_program_saves(
-    first: int, second: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: int, second: int, tmp_path: Path
 ) -> None:
-    real = {name: getattr(os, name) for name in ("replace", "unlink")}
     left = 0
 
     def then(name: str, folder: Path) -> Callable[..., None]:
-        def call(*paths: Path) -> None:
+        def call(*paths: str) -> None:
             nonlocal left
-            real[name](*paths)
+            getattr(REAL_DISK, name)(*paths)
             left -= 1
             if left == 0:
                 Layout(second, True).save(folder, 3, "transformers")
@@ -300,15 +286,13 @@ def test_without_locks_a_reader_finds_one_model_whenever_another_program_saves(
     def lock(path: str) -> None:
         """Say that there are no locks."""
 
-    with installed(replace(REAL_DISK, lock=lock), "model_files"):
-        for old, step in itertools.product((None, 2), range(1, 7)):
-            folder = tmp_path / f"{old} {step}"
+    for old, step in itertools.product((None, 2), range(1, 7)):
+        folder = tmp_path / f"{old} {step}"
+        own = {name: then(name, folder) for name in ("rename", "remove_file")}
+        with installed(replace(REAL_DISK, lock=lock, **own)):
             if old:
                 Layout(old, True).save(folder, 1, "transformers")
             left = step
-            with monkeypatch.context() as patched:
-                for name in real:
-                    patched.setattr(os, name, then(name, folder))
-                Layout(first, True).save(folder, 2, "transformers")
-            for order in itertools.permutations(ENTRIES["transformers"]):
-                assert read(content(folder), order) in (2, 3)
+            Layout(first, True).save(folder, 2, "transformers")
+        for order in itertools.permutations(ENTRIES["transformers"]):
+            assert read(content(folder), order) in (2, 3)

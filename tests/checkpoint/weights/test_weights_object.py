@@ -4,7 +4,7 @@
 # pyright: reportUnknownMemberType=false
 
 import io
-import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import accelfn as af
 from accelfn import Context
 from accelfn.checkpoint import save_object
 from accelfn.errors import RemoteRankError
+from accelfn.storage.disk import REAL_DISK
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import differing
+from tests.checkpoint.watched_disk import installed
 
 BASE = torch.arange(6.0).view(2, 3)
 TENSORS = {"base": BASE, "again": BASE, "turned": BASE.t(), "part": BASE[1:], "scalar": torch.tensor(3)}
@@ -91,20 +93,17 @@ def test_a_failed_write_keeps_the_old_file_and_raises_on_every_rank(
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("refused", ["fsync", "replace"])
+@pytest.mark.parametrize("refused", ["sync", "rename"])
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_full_disk_keeps_the_old_file(
-    refused: str, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_old_file(refused: str, safe: bool, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patched:
-        patched.setattr(os, refused, fails)
-        with pytest.raises(OSError, match="No space left"):
-            save_object(Context(), {"w": torch.ones(2)}, path, safe)
+    disk = replace(REAL_DISK, **{refused: fails})
+    with installed(disk), pytest.raises(OSError, match="No space left"):
+        save_object(Context(), {"w": torch.ones(2)}, path, safe)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
