@@ -212,7 +212,7 @@ class _Store:
 
     def status(self, path: str) -> Status:
         key = self._key(path)
-        if not key.strip("/"):  # the store itself, which has all buckets
+        if "//" not in path or not key.strip("/"):  # the store itself, which has all buckets
             return Status("directory", 0, 0, 0, 0.0)
         with _naming_errors(path):
             self._filesystem.invalidate_cache(key)

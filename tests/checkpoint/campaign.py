@@ -8,7 +8,8 @@ all its processes or one rank alone: either some time into a save, or just befor
 rank makes to the disk, so that short phases are hit as well as long ones. The remaining ranks must raise an
 error within seconds. Then the newest checkpoint must load, be bit-equal to the state of its step, and be no
 older than the last step that was reported as committed; and reading must not change the directory. The next
-trial continues in the same directory, with whatever the killed one left behind.
+trial continues in the same directory, with whatever the killed one left behind. With ``--s3``, programs save
+to an object store on this machine, and are killed by the clock.
 """
 
 import argparse
@@ -39,12 +40,15 @@ import accelfn as af
 from accelfn.checkpoint import Keep
 from accelfn.context import Context
 from accelfn.errors import NoCheckpointError
-from accelfn.storage.disk import REAL_DISK
+from accelfn.storage.address import as_path, is_address
+from accelfn.storage.disk import REAL_DISK, Status, walk
+from accelfn.storage.object_store import disk_at, open_binary
 from accelfn.testing import processes, run_ranks
 from accelfn.tree import is_dtensor, local_of
 from tests.checkpoint.layouts import differing, flat
 from tests.checkpoint.watched_disk import CHANGES, installed, watched
 from tests.parallel.layouts import LAYOUTS, Layout
+from tests.storage.s3 import s3_server
 
 Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
@@ -148,18 +152,19 @@ def _model(device: str = "cpu") -> nn.Module:
 
 
 def kill_while_saving(
-    folder: Path, kills: int, program: Program, seed: int = 0, changes: Sequence[int] = ()
+    folder: str | Path, kills: int, program: Program, seed: int = 0, changes: Sequence[int] = ()
 ) -> Report:
     """Run trials one after the other in one directory.
 
     Args:
-        folder: Of the checkpoints.
-        kills: Trials; every other one is killed by the clock.
+        folder: Of the checkpoints, or an address.
+        kills: Trials; every other one is killed by the clock, and in an object store all are.
         program: What is killed.
         seed: Of the moments at which programs are killed.
         changes: The changes of the main rank to the disk at which the trials are killed, one after the other,
             instead of at random.
     """
+    folder = as_path(folder)
     chance = random.Random(seed)
     report = Report()
     times = [0.05]  # seconds that saves took
@@ -167,7 +172,8 @@ def kill_while_saving(
     for number in range(kills):
         watching = 0 if changes else chance.randrange(program.ranks)
         # Of a save, the main rank makes about 14 changes to the disk, any other one 3 to 6.
-        change = chance.randrange(16 if watching == 0 else 5) if number % 2 else None
+        by_change = number % 2 and not is_address(folder)
+        change = chance.randrange(16 if watching == 0 else 5) if by_change else None
         trial = _Trial(
             program=program,
             first=step,
@@ -177,7 +183,8 @@ def kill_while_saving(
             part=chance.uniform(0.0, 1.1),
             watching=watching,
         )
-        left = {path for path in folder.iterdir() if not (path / "manifest.json").exists()}
+        before = listing(folder)
+        left = {name for name in tops(before) if f"{name}/manifest.json" not in before}
         committed, seconds = _run_and_kill(folder, trial, times)
         report.kills += 1
         report.saves += len(committed)
@@ -199,37 +206,46 @@ def kill_while_saving(
     return report
 
 
-def _phase(folder: Path, left: set[Path]) -> str:
+def _phase(folder: Path, left: set[str]) -> str:
     """Return where the save was that was killed, beside directories that were left by earlier ones."""
-    steps = sorted(folder.iterdir(), key=_number)
-    new = [path for path in steps if path not in left or path == steps[-1]]
-    return PHASES[max((_phase_of(path, path == steps[-1]) for path in new), default=0)]
+    there = listing(folder)
+    steps = sorted(tops(there), key=_number)
+    new = [name for name in steps if name not in left or name == steps[-1]]
+    return PHASES[max((_phase_of(folder / name, there, name == steps[-1]) for name in new), default=0)]
 
 
-def _number(path: Path) -> int:
-    return 0 if path.name == _LAST else int(path.name.rpartition("-")[2])
+def _number(name: str) -> int:
+    return 0 if name == _LAST else int(name.rpartition("-")[2])
 
 
-def _phase_of(at: Path, is_newest: bool) -> int:
-    names = set(os.listdir(at))
-    manifest = at / "manifest.json"
-    if not manifest.exists() and not is_newest:
+def _phase_of(at: Path, there: Mapping[str, Status], is_newest: bool) -> int:
+    files = {name.partition("/")[2]: one for name, one in there.items() if name.startswith(f"{at.name}/")}
+    manifest = files.pop("manifest.json", None)
+    if manifest is None and not is_newest:
         return 4
     named: set[str] = set()
-    if manifest.exists():
-        named = set(json.loads(manifest.read_bytes().partition(b"\n")[0])["files"])
-    unnamed = [at / name for name in names - named - {"manifest.json"}]
-    if any(path.name.startswith("manifest-") for path in unnamed):
+    if manifest is not None:
+        with open_binary(at / "manifest.json") as file:
+            named = set(json.loads(file.read().partition(b"\n")[0])["files"])
+    unnamed = {name: one for name, one in files.items() if name not in named}
+    if any(name.startswith("manifest-") for name in unnamed):
         return 2
-    if not named or any(path.stat().st_mtime_ns > manifest.stat().st_mtime_ns for path in unnamed):
+    if manifest is None or any(one.modified_s > manifest.modified_s for one in unnamed.values()):
         return 1
     return 3 if unnamed else 0
 
 
-def listing(folder: Path) -> list[tuple[str, int, int, int]]:
-    """Return what is in a directory, and whether anybody has touched it."""
-    paths = sorted(folder.rglob("*"))
-    return [(str(path), one.st_ino, one.st_size, one.st_mtime_ns) for path in paths if (one := path.lstat())]
+def listing(folder: Path) -> dict[str, Status]:
+    """Return what is in a directory by path, and whether anybody has touched it."""
+    try:
+        return dict(walk(disk_at(folder), str(folder)))
+    except FileNotFoundError:  # nothing was saved to a store yet
+        return {}
+
+
+def tops(there: Mapping[str, Status]) -> set[str]:
+    """Return the directories of a listing."""
+    return {name.partition("/")[0] for name in there}
 
 
 def _newest(folder: Path, acknowledged: int, program: Program) -> int | str:
@@ -459,7 +475,13 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=240, help="trials in all (240)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     parser.add_argument("--state", choices=get_args(State), help="what is saved (all)")
+    parser.add_argument("--s3", action="store_true", help="save to a server of S3 that moto provides")
     options = parser.parse_args()
+    with s3_server() if options.s3 else nullcontext() as server:
+        _run(options, None if server is None else server.address)
+
+
+def _run(options: argparse.Namespace, address: str | None) -> None:
     torch.set_num_threads(1)
     kinds: list[tuple[int, Killed, State]] = [
         *((1, "program", "whole"), (2, "program", "whole"), (2, "rank", "whole")),
@@ -479,8 +501,9 @@ def main() -> None:
     for number, program in enumerate(programs):
         with tempfile.TemporaryDirectory() as folder:
             kills = -(-options.kills // len(programs))
-            report = kill_while_saving(Path(folder), kills, program, options.seed + number)
-            if report.lost:  # to be looked at
+            place = folder if address is None else f"{address}/{number}"
+            report = kill_while_saving(place, kills, program, options.seed + number)
+            if report.lost and address is None:  # to be looked at
                 shutil.copytree(folder, f"{folder}-lost")
                 print(*report.lost, f"{folder}-lost", sep="\n", file=sys.stderr)
         row = (
@@ -498,7 +521,9 @@ def main() -> None:
     print(f"| all | | | | | {' | '.join(map(str, total))} |")
     if seconds:
         print(f"\nRanks that were left had raised an error after {max(seconds) * 1000:.0f} ms at the latest.")
-    missed = [phase for phase in PHASES if not sums[phase]]
+    # In a store, the manifest appears at once.
+    wanted = PHASES if address is None else (*PHASES[:2], *PHASES[3:])
+    missed = [phase for phase in wanted if not sums[phase]]
     if missed:
         print(f"\nNo kill came: {', '.join(missed)}.")
     sys.exit(bool(sums["lost"] or missed))

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -61,15 +61,16 @@ def tree(step: int, size: int = 500) -> dict[str, Any]:
 
 
 def save(place: str | os.PathLike[str], step: int, **options: Any) -> Any:
-    return af.save_state(Context(), place, tree(step), step=step, **options)
+    saved: Any = af.save_state(Context(), place, tree(step), step=step, **options)
+    return saved
 
 
 def loaded(place: str | os.PathLike[str]) -> int | None:
     """Return the step of the newest checkpoint, all of whose values are right."""
-    found: Any = af.load_latest(Context(), place, tree(0))
+    found = cast("Any", af.load_latest(Context(), place, tree(0)))
     if found is None:
         return None
-    step: int = found["step"]
+    step = int(found["step"])
     assert torch.equal(found["x"], tree(step)["x"])
     assert torch.equal(found["y"][0], tree(step)["y"][0])
     return step
