@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.block_hooks import CallStack, input_device, moved
+from accelfn.bigmodel.block_hooks import Moves
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import READ_BELOW, Block
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
@@ -129,7 +129,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.stream: BlockPrefetcher | None = None
         self._origins: list[tuple[TensorRef, torch.device]] = []
-        self._calls: CallStack[torch.device | None] = CallStack()  # of inputs
+        self._moves = Moves(self.execution_device, io_same_device, self.skip_keys)
 
     def refs(self, module: nn.Module) -> dict[str, TensorRef]:
         """Return the tensors that the hook moves, by name within the module."""
@@ -171,28 +171,20 @@ class AlignDevicesHook(ModelHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Transfer the module's tensors, and move its arguments."""
-        self._calls.values.append(input_device(args, kwargs) if self.io_same_device else None)
+        changed = self._moves.before(module, args, kwargs)
         if self.stream is not None:
             self.stream.enter(0, module)
-        if self.execution_device is None:
-            return args, kwargs
-        return moved(args, self.execution_device, self.skip_keys), moved(
-            kwargs, self.execution_device, self.skip_keys
-        )
+        return changed
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Restore the module's tensors, and move the output."""
-        device = self._end(module)
-        return output if device is None else moved(output, device, self.skip_keys)
+        if self.stream is not None:
+            self.stream.leave(0, module)
+        return self._moves.after(module, (), output)
 
     def after_error(self, module: nn.Module) -> None:
         """Restore the module's tensors."""
-        self._end(module)
-
-    def _end(self, module: nn.Module) -> torch.device | None:
-        if self.stream is not None:
-            self.stream.leave(0, module)
-        return self._calls.pop()
+        self.post_forward(module, None)
 
 
 def attach_execution_device_hook(

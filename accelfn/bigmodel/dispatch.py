@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.block_hooks import attach_moves, attach_prefetcher, attach_return
+from accelfn.bigmodel.block_hooks import Moves, attach, attach_prefetcher
 from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts
 from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.device_map import check_device_map, read_places
@@ -524,6 +524,6 @@ def _attach_moves(
             # If its parent is on one device too, only modules with parameters, which may be called directly.
             parent = places_in[name.rpartition(".")[0]]
             if len(parent) > 1 or any(True for _ in module.parameters(recurse=False)):
-                handles.append(attach_moves(module, check_device(next(iter(used))), skip_keys))
-    handles.append(attach_moves(model, check_device(main), skip_keys))
-    return [*handles, *attach_return(model, skip_keys)]
+                moves = Moves(check_device(next(iter(used))), False, skip_keys)
+                handles.append(module.register_forward_pre_hook(moves.before, prepend=True, with_kwargs=True))
+    return [*handles, *attach(model, Moves(check_device(main), True, skip_keys))]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.block_hooks import CallStack, moved, uncompiled
+from accelfn.bigmodel.block_hooks import CallStack, attach, moved, uncompiled
 from accelfn.bigmodel.block_stream import caller_of_hook, is_within
 from accelfn.bigmodel.dispatch import undispatch
 from accelfn.parallel.forward import WrappedForward
@@ -232,10 +232,7 @@ class _HookRunner:
     def __init__(self, module: nn.Module) -> None:
         self._calls: CallStack[_Call] = CallStack()
         # Kept, since unpickling a handle reserves its id, which torch could assign again otherwise.
-        self.handles: tuple[RemovableHandle, ...] = (
-            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self.after, always_call=True),
-        )
+        self.handles: tuple[RemovableHandle, ...] = attach(module, self)
 
     @uncompiled
     def before(
