@@ -54,8 +54,9 @@ def plan_blocks(
     Returns:
         The blocks in module order; each tensor is in one of them.
     """
-    remaining = {name: ref for name, ref in refs_of(model) if name in set(names)}
-    limit = sum(ref.read().nbytes for ref in remaining.values()) // 8
+    wanted = frozenset(names)
+    remaining = {ref: ref.read().nbytes for name, ref in refs_of(model) if name in wanted}
+    limit = sum(remaining.values()) // 8
     blocks: list[Block] = []
 
     def is_block(module: nn.Module, num_bytes: int, is_layer: bool) -> bool:
@@ -67,37 +68,33 @@ def plan_blocks(
         has_layers = any(_layers(below) for below in module.modules())
         return (is_layer and is_small) if has_layers else (is_layer or is_small)
 
-    def add(module: nn.Module, name: str, inside: Collection[str]) -> None:
-        refs = tuple(remaining.pop(key) for key in inside)
-        if refs:
-            blocks.append(Block(name=name, module=module, refs=refs))
-
     def visit(module: nn.Module, name: str, is_layer: bool) -> None:
-        dot = f"{name}." if name else ""
-        # Names of tied tensors depend on the path to them, so they are read from this module.
-        below = [f"{dot}{key}" for key, _ in refs_of(module) if f"{dot}{key}" in remaining]
+        below = [ref for _, ref in refs_of(module) if ref in remaining]
         if not below:
             return
-        num_bytes = sum(remaining[key].read().nbytes for key in below)
-        if has_forward(module) and is_block(module, num_bytes, is_layer):
-            add(module, name, below)
-            return
-        add(module, name, [key for key in _own_names(module, dot) if key in remaining])
-        layers = _layers(module)
-        for key, child in module.named_children():
-            visit(child, f"{dot}{key}", child in layers)
+        num_bytes = sum(remaining[ref] for ref in below)
+        is_whole = has_forward(module) and is_block(module, num_bytes, is_layer)
+        refs = tuple(below if is_whole else [ref for ref in _own_refs(module) if ref in remaining])
+        if refs:
+            blocks.append(Block(name=name, module=module, refs=refs))
+        for ref in refs:
+            del remaining[ref]
+        if not is_whole:
+            layers = _layers(module)
+            for key, child in module.named_children():
+                visit(child, f"{name}.{key}" if name else key, child in layers)
 
     visit(model, "", False)
     return tuple(blocks)
 
 
-def _own_names(module: nn.Module, dot: str) -> Iterator[str]:
-    """Yield the names of a module's own tensors, and of those of children that can't be called."""
+def _own_refs(module: nn.Module) -> Iterator[TensorRef]:
+    """Yield a module's own tensors, and those of children that can't be called."""
     for is_parameter in (True, False):
-        yield from (f"{dot}{key}" for key in store_of(module, is_parameter))
-    for key, child in module.named_children():
+        yield from (TensorRef(module, key, is_parameter) for key in store_of(module, is_parameter))
+    for child in module.children():
         if not has_forward(child):
-            yield from _own_names(child, f"{dot}{key}.")
+            yield from _own_refs(child)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
