@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,7 +23,7 @@ from accelfn.bigmodel.device_map import (
 )
 from accelfn.bigmodel.dispatch import DispatchOptions, dispatch, plan_placements
 from accelfn.bigmodel.model_info import read_shape
-from accelfn.bigmodel.offload_folder import check_folder, converting
+from accelfn.bigmodel.offload_folder import check_folder, convert
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
 from accelfn.training import unwrap_model
@@ -261,8 +262,10 @@ def _load(
     plan = plan_load(_LOAD, model, opened, options)
     _warn_of_names(opened, plan)
     with progress_bar("load", plan.num_bytes, progress) as advance:
-        convert = converting(opened.file_ids, folder, advance)
-        apply_plan(model, plan, opened.file_ids, convert=convert, is_whole=options.is_whole, advance=advance)
+        converting = partial(convert, opened.file_ids, folder, advance)
+        apply_plan(
+            model, plan, opened.file_ids, convert=converting, is_whole=options.is_whole, advance=advance
+        )
 
 
 def _check_broadcast(options: LoadOptions, ctx: Context | None) -> None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -17,7 +18,7 @@ from accelfn.bigmodel.device_map import DeviceMap, PlanOptions, read_places, res
 from accelfn.bigmodel.dispatch import dispatch_model
 from accelfn.bigmodel.load import apply_plan
 from accelfn.bigmodel.model_info import AnyDtype, CustomDtype
-from accelfn.bigmodel.offload_folder import converting
+from accelfn.bigmodel.offload_folder import convert
 from accelfn.bigmodel.quantize_config import BnbQuantizationConfig
 from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
 from accelfn.errors import CheckpointMismatchError, Misfit
@@ -382,7 +383,7 @@ def _load(
             model,
             steps._replace(steps=tuple(rest)),
             opened.file_ids,
-            convert=converting(opened.file_ids, offload_folder, advance),
+            convert=partial(convert, opened.file_ids, offload_folder, advance),
             advance=advance,
         )
         for name, old, new in _replace_layers(model, plan, quantizer):
