@@ -9,22 +9,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.block_hooks import Moves
+from accelfn.bigmodel.block_hooks import Moves, read_device
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import READ_BELOW, Block
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
 from accelfn.weights.assign import TensorRef, assign_values, check_fit, put, refs_of
-from accelfn.weights.places import (
-    Place,
-    PlaceLike,
-    as_names,
-    check_device,
-    current_place,
-    is_on,
-    is_simulated,
-    listed,
-    read_place,
-)
+from accelfn.weights.places import Place, PlaceLike, as_names, is_on, is_simulated, listed
 from accelfn.weights.stored import mapped_from
 
 T = TypeVar("T")
@@ -111,15 +101,9 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: Mapping[int, Any] | None = None,
     ) -> None:
         self.place: Place | None = None
+        self.execution_device: torch.device | None = None
         if execution_device is not None or offload:
-            self.place = (
-                current_place()
-                if execution_device is None
-                else read_place(execution_device, "execution_device")
-            )
-        self.execution_device: torch.device | None = (
-            None if self.place is None else check_device(self.place, "execution_device")
-        )
+            self.place, self.execution_device = read_device(execution_device)
         self.offload = offload
         self.io_same_device = io_same_device
         self.weights_map = weights_map
@@ -432,13 +416,10 @@ def align_module_device(
     4.0
     """
     hook = offload_hook_of(module)
-    place = None if hook is None else hook.place
-    if execution_device is not None:
-        place = read_place(execution_device, "execution_device")
-    if place is None:
+    if execution_device is None and hook is None:
         yield
         return
-    device = check_device(place, "execution_device")
+    place, device = read_device(hook.place if hook and execution_device is None else execution_device)
     own = {name: ref for name, ref in refs_of(module) if "." not in name and ref.is_parameter}
     stored: list[tuple[TensorRef, torch.Tensor, torch.Tensor]] = []
     try:
@@ -508,7 +489,7 @@ def get_state_dict_from_offload(
     >>> state["head.bias"].shape, state["b"]
     (torch.Size([1]), '')
     """
-    device = check_device(read_place(device_to_put_offload, "device_to_put_offload"), "device_to_put_offload")
+    _, device = read_device(device_to_put_offload, "device_to_put_offload")
     prefix = module_name.rpartition(".")[0]
     for name, value in module.state_dict().items():
         full = f"{prefix}.{name}" if prefix else name

@@ -16,9 +16,20 @@ from accelfn.bigmodel.block_stream import BlockPrefetcher, caller_of_hook
 from accelfn.tree import find_device, send_to_device
 from accelfn.tree.structure import flatten, is_packed_sequence
 from accelfn.weights.assign import has_forward
+from accelfn.weights.places import Place, PlaceLike, check_device, current_place, read_place
 
 F = TypeVar("F", bound=FunctionType)
 T = TypeVar("T")
+
+
+def read_device(device: PlaceLike | None, what: str = "execution_device") -> tuple[Place, torch.device]:
+    """Return the place that a caller passes, and its device; None is the current accelerator, or the CPU.
+
+    Raises:
+        ValueError: This machine has no such device.
+    """
+    place = current_place() if device is None else read_place(device, what)
+    return place, check_device(place, what)
 
 
 class CallStack(Generic[T]):

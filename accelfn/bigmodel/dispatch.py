@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.block_hooks import Moves, attach, attach_prefetcher
+from accelfn.bigmodel.block_hooks import Moves, attach, attach_prefetcher, read_device
 from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts
 from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.device_map import check_device_map, read_places
@@ -38,7 +38,6 @@ from accelfn.weights.places import (
     listed,
     order_of,
     place_of,
-    read_place,
 )
 from accelfn.weights.state import require_module
 from accelfn.weights.stored import mapped_from
@@ -297,7 +296,7 @@ def dispatch_model(
     require_module("dispatch_model", model)
     check_device_map(model, device_map)
     places = read_places(device_map)
-    main = None if main_device is None else _read_device(main_device, "main_device")
+    main = None if main_device is None else read_device(main_device, "main_device")[0]
     options = DispatchOptions(
         state_dict=state_dict,
         folder=offload_dir,
@@ -350,7 +349,7 @@ def cpu_offload(
         whole_classes=as_names(preload_module_classes),
         num_ahead=num_ahead,
     )
-    dispatch(model, {"": "cpu"}, _execution_device(model, execution_device), options)
+    dispatch(model, {"": "cpu"}, _execution_place(model, execution_device), options)
     return model
 
 
@@ -398,7 +397,7 @@ def disk_offload(
         num_ahead=num_ahead,
         cache_bytes=cache_bytes,
     )
-    dispatch(model, {"": "disk"}, _execution_device(model, execution_device), options)
+    dispatch(model, {"": "disk"}, _execution_place(model, execution_device), options)
     return model
 
 
@@ -445,17 +444,10 @@ class _Dispatched:
     prefetchers: list[BlockPrefetcher] = field(default_factory=list[BlockPrefetcher])
 
 
-def _read_device(device: PlaceLike, what: str) -> Place:
-    place = read_place(device, what)
-    check_device(place, what)
-    return place
-
-
-def _execution_device(model: nn.Module, device: PlaceLike | None) -> Place:
-    if device is not None:
-        return _read_device(device, "execution_device")
+def _execution_place(model: nn.Module, device: PlaceLike | None) -> Place:
     first = next(model.parameters(), None)
-    return "cpu" if first is None or first.is_meta else read_place(first.device)
+    own = "cpu" if first is None or first.is_meta else first.device
+    return read_device(own if device is None else device)[0]
 
 
 def dispatch(
