@@ -451,23 +451,28 @@ def _execution_place(model: nn.Module, device: PlaceLike | None) -> Place:
 
 
 def dispatch(
-    model: nn.Module, places: Mapping[str, Place], main: Place | None, options: DispatchOptions
+    model: nn.Module,
+    places: Mapping[str, Place],
+    main: Place | None,
+    options: DispatchOptions,
+    placements: Mapping[str, TensorPlacement] | None = None,
 ) -> None:
-    """Dispatch a model with a checked map."""
+    """Dispatch a model with a checked map, and the placements of its tensors if they were planned before."""
     main = main_device_of(places) if main is None else main
     refs = dict(refs_of(model))
-    is_parameter = {name: ref.is_parameter for name, ref in refs.items()}
-    placements = plan_placements(
-        is_parameter, places, tied_refs(refs), main=main, offload_buffers=options.offload_buffers
-    )
+    if placements is None:
+        is_parameter = {name: ref.is_parameter for name, ref in refs.items()}
+        offload_buffers = options.offload_buffers
+        placements = plan_placements(
+            is_parameter, places, tied_refs(refs), main=main, offload_buffers=offload_buffers
+        )
+    placements = {name: placements[name] for name in refs}
     values = _find_values(refs, placements, options)
     undispatch(model)
 
-    def device_of(name: str, _: torch.Tensor) -> torch.device:
-        place = placements[name].storage
-        return check_device("cpu" if place == "disk" else place)
-
-    assign_values(refs, device_of, values)
+    storages = {placement.storage for placement in placements.values()}
+    devices = {place: check_device("cpu" if place == "disk" else place) for place in storages}
+    assign_values(refs, lambda name, _: devices[placements[name].storage], values)
     dispatched = vars(model)[_NAME] = _Dispatched()
     offloaded: dict[Place, list[str]] = {}
     for name, placement in placements.items():
@@ -487,7 +492,7 @@ def dispatch(
     if len(set(places.values())) > 1 or offloaded or options.force_hooks:
         execution = {name: placement.execution for name, placement in placements.items()}
         dispatched.handles += _attach_moves(model, main, execution, options.skip_keys)
-    if offloaded or len({placement.storage for placement in placements.values()}) > 1:
+    if offloaded or len(storages) > 1:
         vars(model)["_apply"] = _CheckedApply(model)
 
 
