@@ -12,9 +12,11 @@ from torch import nn
 from accelfn.bigmodel.block_hooks import Moves, read_device
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import READ_BELOW, Block
+from accelfn.bigmodel.dispatch import bare_names
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
+from accelfn.bigmodel.model_info import require_values
 from accelfn.weights.assign import TensorRef, assign_values, check_fit, put, refs_of
-from accelfn.weights.places import Place, PlaceLike, as_names, is_on, is_simulated, listed
+from accelfn.weights.places import Place, PlaceLike, as_names, is_on, is_simulated
 from accelfn.weights.stored import mapped_from
 
 T = TypeVar("T")
@@ -34,12 +36,8 @@ def _values_of(
         value = None if weights_map is None or id(tensor) in values else cast("Any", weights_map).get(name)
         if isinstance(value, torch.Tensor) and not value.is_meta:
             values[id(tensor)] = check_fit(name, value, tensor).detach().to("cpu", tensor.dtype)
-    bare = [name for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
-    if bare:
-        raise ValueError(
-            f"AlignDevicesHook: {listed(map(repr, bare))} are on the meta device and have no values. Load "
-            "them first (load_checkpoint_in_model), or pass weights_map and offload."
-        )
+    todo = "Load them first (load_checkpoint_in_model), or pass weights_map and offload."
+    require_values("AlignDevicesHook", bare_names(refs, values), todo)
     return values
 
 
@@ -454,12 +452,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """
     state: dict[str, Any] = model.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    empty = [name for name, value in tensors.items() if value.is_meta]
-    if empty:
-        raise ValueError(
-            f"get_state_dict_offloaded_model: {listed(map(repr, empty))} are on the meta device and have no "
-            "values. Load the weights first (load_checkpoint_in_model)."
-        )
+    bare = [repr(name) for name, value in tensors.items() if value.is_meta]
+    todo = "Load the weights first (load_checkpoint_in_model)."
+    require_values("get_state_dict_offloaded_model", bare, todo)
     return {**state, **{name: value.to("cpu") for name, value in tensors.items()}}
 
 

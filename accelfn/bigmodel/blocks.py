@@ -171,7 +171,6 @@ class BlockCopy:
         hosts: Its stored tensors.
         layout: Their layout.
         versions: Versions of the packed tensors on the host when they were transferred.
-        device: Where they are used.
         arrival: Waits for the transfer.
         moved: By ref: tensors on the device that aren't packed.
         memory: The memory of the packed tensors on the device.
@@ -185,7 +184,6 @@ class BlockCopy:
     hosts: HostWeights
     layout: Layout
     versions: tuple[int, ...]
-    device: torch.device
     arrival: Arrival
     moved: dict[int, torch.Tensor]
     memory: torch.Tensor | None = None
@@ -241,7 +239,7 @@ class BlockCopy:
             copies = connect(copies, self.packed_hosts())
             # These are connected by autograd, but were moved without gradients.
             moved = {
-                index: host.to(self.device) if host.requires_grad else moved[index]
+                index: host.to(moved[index].device) if host.requires_grad else moved[index]
                 for index, host in enumerate(self.hosts)
                 if host is not None and index in moved
             }
@@ -322,7 +320,6 @@ def begin_copy(block: Block, hosts: HostWeights, layout: Layout, link: Link, is_
         hosts=tuple(hosts),
         layout=layout,
         versions=versions,
-        device=link.device,
         arrival=arrival,
         moved=unpacked,
     )

@@ -16,6 +16,7 @@ from accelfn.bigmodel.block_hooks import Moves, attach, attach_prefetcher, read_
 from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts
 from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.device_map import check_device_map, read_places
+from accelfn.bigmodel.model_info import require_values
 from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, write_mapped
 from accelfn.errors import MissingExtraError
 from accelfn.weights.assign import (
@@ -35,7 +36,6 @@ from accelfn.weights.places import (
     available_memory,
     check_device,
     is_accelerator,
-    listed,
     order_of,
     place_of,
 )
@@ -132,6 +132,11 @@ class DispatchOptions:
 # --- values --------------------------------------------------------------------------------------
 
 
+def bare_names(refs: Mapping[str, TensorRef], values: Mapping[int, torch.Tensor]) -> list[str]:
+    """Return the quoted names of meta tensors that have no value, by the ``id`` of the tensor."""
+    return [repr(name) for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
+
+
 def _find_values(
     refs: Mapping[str, TensorRef], placements: Mapping[str, TensorPlacement], options: DispatchOptions
 ) -> dict[int, torch.Tensor]:
@@ -157,12 +162,8 @@ def _find_values(
         elif tensor.is_meta and id(tensor) not in values and name in stored:
             # Existing values aren't replaced: the folder may be old.
             values[id(tensor)] = check_fit(name, stored[name], tensor).to(tensor.dtype)
-    bare = [name for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
-    if bare:
-        raise ValueError(
-            f"{listed(map(repr, bare))} are on the meta device and have no values. Load them with "
-            "load_checkpoint_and_dispatch, or pass state_dict=."
-        )
+    bare = bare_names(refs, values)
+    require_values("", bare, "Load them with load_checkpoint_and_dispatch, or pass state_dict=.")
     to_write: dict[int, tuple[str, torch.Tensor]] = {}
     for name, ref in refs.items():
         value = values.get(id(ref.read()), ref.read())

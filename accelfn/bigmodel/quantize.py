@@ -16,13 +16,13 @@ from torch import nn
 
 from accelfn.bigmodel.device_map import DeviceMap, PlanOptions, read_places, resolve_device_map
 from accelfn.bigmodel.dispatch import dispatch_model
-from accelfn.bigmodel.load import apply_plan
-from accelfn.bigmodel.model_info import AnyDtype, CustomDtype
+from accelfn.bigmodel.model_info import AnyDtype, CustomDtype, require_values
 from accelfn.bigmodel.offload_folder import convert
 from accelfn.bigmodel.quantize_config import BnbQuantizationConfig
 from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
 from accelfn.errors import CheckpointMismatchError, Misfit
 from accelfn.weights.assign import named_module_tensors, named_modules
+from accelfn.weights.load import apply_plan
 from accelfn.weights.match import LoadOptions, LoadStep, has_part, plan_load
 from accelfn.weights.open import OpenedWeights, open_weights
 from accelfn.weights.places import (
@@ -247,12 +247,9 @@ def load_and_quantize_model(
     """
     config = _check(model, bnb_quantization_config)
     quantizer = make_quantizer(config)
-    bare = [name for name, tensor in _saved_tensors(model) if tensor.is_meta]
-    if bare and weights_location is None:
-        raise ValueError(
-            f"{_LOAD}: {listed(bare)} are on the meta device and have no values. Pass weights_location, the "
-            "checkpoint to load."
-        )
+    if weights_location is None:
+        bare = [name for name, tensor in _saved_tensors(model) if tensor.is_meta]
+        require_values(_LOAD, bare, "Pass weights_location, the checkpoint to load.")
     places = _places(model, config, quantizer, device_map, no_split_module_classes, max_memory)
     layers = plan_quantization(model, config, _unquantized(model, places, quantizer))
     if weights_location is not None:
