@@ -31,13 +31,13 @@ def _values_of(
         ValueError: A value doesn't fit, or a meta tensor has no value.
     """
     values: dict[int, torch.Tensor] = {}
-    for name, ref in refs.items():
-        tensor = ref.read()
+    tensors = {name: ref.read() for name, ref in refs.items()}
+    for name, tensor in tensors.items():
         value = None if weights_map is None or id(tensor) in values else cast("Any", weights_map).get(name)
         if isinstance(value, torch.Tensor) and not value.is_meta:
             values[id(tensor)] = check_fit(name, value, tensor).detach().to("cpu", tensor.dtype)
     todo = "Load them first (load_checkpoint_in_model), or pass weights_map and offload."
-    require_values("AlignDevicesHook", bare_names(refs, values), todo)
+    require_values("AlignDevicesHook", bare_names(tensors, values), todo)
     return values
 
 

@@ -156,7 +156,7 @@ def attach_prefetcher(model: nn.Module, prefetcher: BlockPrefetcher) -> list[Rem
                 handles += attach(module, _UseWithin(prefetcher, position))
     # Last, so that a module's scope starts before its own tensors are transferred, and ends after.
     for module in reversed(list(model.modules())):
-        if has_forward(module) and any(inner in blocks for inner in module.modules() if inner is not module):
+        if has_forward(module) and not blocks.isdisjoint({*module.modules()} - {module}):
             handles += attach(module, _Use(prefetcher, None))
     return handles
 

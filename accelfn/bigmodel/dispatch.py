@@ -20,7 +20,6 @@ from accelfn.bigmodel.model_info import require_values
 from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, write_mapped
 from accelfn.errors import MissingExtraError
 from accelfn.weights.assign import (
-    TensorRef,
     assign_values,
     check_fit,
     has_forward,
@@ -132,13 +131,13 @@ class DispatchOptions:
 # --- values --------------------------------------------------------------------------------------
 
 
-def bare_names(refs: Mapping[str, TensorRef], values: Mapping[int, torch.Tensor]) -> list[str]:
+def bare_names(tensors: Mapping[str, torch.Tensor], values: Mapping[int, torch.Tensor]) -> list[str]:
     """Return the quoted names of meta tensors that have no value, by the ``id`` of the tensor."""
-    return [repr(name) for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
+    return [repr(name) for name, tensor in tensors.items() if tensor.is_meta and id(tensor) not in values]
 
 
 def _find_values(
-    refs: Mapping[str, TensorRef], placements: Mapping[str, TensorPlacement], options: DispatchOptions
+    tensors: Mapping[str, torch.Tensor], placements: Mapping[str, TensorPlacement], options: DispatchOptions
 ) -> dict[int, torch.Tensor]:
     """Find the values of meta tensors, and write those for the disk; the model isn't changed.
 
@@ -154,26 +153,25 @@ def _find_values(
     stored: Mapping[str, torch.Tensor] = {}
     if options.index is not None or (folder is not None and (Path(folder) / "index.json").is_file()):
         stored = OffloadedWeightsLoader(save_folder=folder, index=options.index)
-    for name, ref in refs.items():
-        tensor = ref.read()
+    for name, tensor in tensors.items():
         value = state_dict.get(name)
         if value is not None and not value.is_meta and (tensor.is_meta or placements[name].storage == "cpu"):
             values[id(tensor)] = check_fit(name, value, tensor)
         elif tensor.is_meta and id(tensor) not in values and name in stored:
             # Existing values aren't replaced: the folder may be old.
             values[id(tensor)] = check_fit(name, stored[name], tensor).to(tensor.dtype)
-    bare = bare_names(refs, values)
+    bare = bare_names(tensors, values)
     require_values("", bare, "Load them with load_checkpoint_and_dispatch, or pass state_dict=.")
     to_write: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, ref in refs.items():
-        value = values.get(id(ref.read()), ref.read())
+    for name, tensor in tensors.items():
+        value = values.get(id(tensor), tensor)
         if placements[name].storage == "disk" and value.numel() and mapped_from(value) is None:
             if not is_packable(value):
                 raise ValueError(
                     f"{name!r} can't be on the disk: it is a {type(value).__name__} of layout "
                     f"{value.layout}. Keep it on the CPU."
                 )
-            to_write.setdefault(id(ref.read()), (name, value))
+            to_write.setdefault(id(tensor), (name, value))
     if to_write and folder is None:
         raise ValueError(
             f"device_map puts {len(to_write)} tensors on the disk that are in memory, such as "
@@ -468,7 +466,7 @@ def dispatch(
             is_parameter, places, tied_refs(refs), main=main, offload_buffers=offload_buffers
         )
     placements = {name: placements[name] for name in refs}
-    values = _find_values(refs, placements, options)
+    values = _find_values({name: ref.read() for name, ref in refs.items()}, placements, options)
     undispatch(model)
 
     storages = {placement.storage for placement in placements.values()}
