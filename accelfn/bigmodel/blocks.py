@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.offload_autograd import connect
-from accelfn.bigmodel.transfer import Arrival, Link, Packing, Piece, lasting_tensors, plan_packing, unpack
+from accelfn.bigmodel.transfer import Arrival, Link, Packing, lasting_tensors, plan_packing, unpack
 from accelfn.weights.assign import TensorRef, has_forward, is_packable, refs_of, store_of
 
 # Modules of torch that use the tensors of their children without calling these.
@@ -204,7 +204,7 @@ class BlockCopy:
 
     def position_at(self, start: int) -> int:
         """Return the position of the packed tensor at a byte of the memory."""
-        return bisect.bisect_right(self.layout.packing.pieces, start, key=_start) - 1
+        return bisect.bisect_right(self.layout.packing.pieces, start, key=lambda piece: piece.start) - 1
 
     def is_written(self, position: int) -> bool:
         """Check whether the copy of a packed tensor was modified, according to its version."""
@@ -327,10 +327,6 @@ def begin_copy(block: Block, hosts: HostWeights, layout: Layout, link: Link, is_
 
 def _no_memory() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
-
-
-def _start(piece: Piece) -> int:
-    return piece.start
 
 
 def _versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

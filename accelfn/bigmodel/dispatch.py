@@ -62,10 +62,9 @@ class TensorPlacement(NamedTuple):
 def plan_placements(
     is_parameter: Mapping[str, bool],
     places: Mapping[str, Place],
-    ties: Iterable[tuple[str, ...]] = (),
-    *,
-    main: Place | None = None,
-    offload_buffers: bool = False,
+    ties: Iterable[tuple[str, ...]],
+    main: Place,
+    offload_buffers: bool,
 ) -> dict[str, TensorPlacement]:
     """Return where each tensor of a model is stored and used.
 
@@ -78,10 +77,9 @@ def plan_placements(
         places: By name of a module or tensor. Tensors that it doesn't cover, which are non-persistent
             buffers, are on the main device.
         ties: Groups of names that share one tensor.
-        main: The main device; None as in :func:`main_device_of`.
+        main: The main device.
         offload_buffers: Whether buffers are offloaded too.
     """
-    main = main_device_of(places) if main is None else main
     placements: dict[str, TensorPlacement] = {}
     for name in is_parameter:
         place = place_of(name, places)
@@ -461,10 +459,7 @@ def dispatch(
     refs = dict(refs_of(model))
     if placements is None:
         is_parameter = {name: ref.is_parameter for name, ref in refs.items()}
-        offload_buffers = options.offload_buffers
-        placements = plan_placements(
-            is_parameter, places, tied_refs(refs), main=main, offload_buffers=offload_buffers
-        )
+        placements = plan_placements(is_parameter, places, tied_refs(refs), main, options.offload_buffers)
     placements = {name: placements[name] for name in refs}
     values = _find_values({name: ref.read() for name, ref in refs.items()}, placements, options)
     undispatch(model)

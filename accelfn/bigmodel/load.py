@@ -21,7 +21,7 @@ from accelfn.bigmodel.device_map import (
     read_places,
     resolve_device_map,
 )
-from accelfn.bigmodel.dispatch import DispatchOptions, TensorPlacement, dispatch, plan_placements
+from accelfn.bigmodel.dispatch import DispatchOptions, dispatch, main_device_of, plan_placements
 from accelfn.bigmodel.model_info import read_shape
 from accelfn.bigmodel.offload_folder import check_folder, convert
 from accelfn.comm import broadcast_object_list
@@ -31,7 +31,7 @@ from accelfn.weights.assign import read_dtype
 from accelfn.weights.load import apply_plan
 from accelfn.weights.match import LoadOptions, LoadPlan, has_part, plan_load
 from accelfn.weights.open import OpenedWeights, open_weights
-from accelfn.weights.places import MaxMemory, Place, PlaceLike, as_names, check_device, listed, place_of
+from accelfn.weights.places import MaxMemory, PlaceLike, as_names, check_device, listed, place_of
 from accelfn.weights.read import Reading, progress_bar, read_tensors
 from accelfn.weights.state import Agreement, require_module, together
 from accelfn.weights.stored import PIECE_BYTES, map_stored
@@ -357,39 +357,39 @@ def load_checkpoint_and_dispatch(
     require_module(_DISPATCH, model)
     dtypes = dtype, special_dtypes, keep_in_fp32_modules
     options = _load_options(_DISPATCH, *dtypes, offload_folder, strict, full_state_dict)
-    places: dict[str, Place] = {}
-    placements: dict[str, TensorPlacement] | None = None
-    if device_map is not None:
-        shape = read_shape(model, _DISPATCH)
-        leaves = list(shape.root.leaves())
-        parts = () if dtype is None else options.keep_in_fp32
-        in_fp32 = [leaf.name for leaf in leaves if has_part(leaf.name, parts)]
-        plan_options = PlanOptions(
-            no_split_module_classes=no_split_module_classes,
-            dtype=options.dtype,
-            special_dtypes={**dict.fromkeys(in_fp32, torch.float32), **options.special_dtypes},
-            offload_buffers=offload_buffers,
-            fallback_allocation=fallback_allocation,
-        )
-        places = read_places(resolve_device_map(shape, device_map, max_memory, plan_options))
-        is_parameter = {leaf.name: leaf.kind == "parameter" for leaf in leaves}
-        placements = plan_placements(is_parameter, places, shape.ties, offload_buffers=offload_buffers)
-        storage = {name: placement.storage for name, placement in placements.items()}
-        options = replace(options, places={**places, **storage})
     plain = unwrap_model(model, keep_torch_compile=False)
-    _load(plain, checkpoint, options, offload_folder, broadcast_from_rank0, progress, ctx)
-    if placements is not None:
-        dispatch_options = DispatchOptions(
-            folder=offload_folder,
-            offload_buffers=offload_buffers,
-            skip_keys=as_names(skip_keys),
-            whole_classes=as_names(preload_module_classes),
-            force_hooks=force_hooks,
-            # A limit for the host includes cached pages of mapped weights.
-            cache_bytes=0 if max_memory is not None else None,
-        )
-        dispatch(model, places, None, dispatch_options, placements)
-        cast("Any", model).hf_device_map = places
+    rest = offload_folder, broadcast_from_rank0, progress, ctx
+    if device_map is None:
+        _load(plain, checkpoint, options, *rest)
+        return model
+    shape = read_shape(model, _DISPATCH)
+    leaves = list(shape.root.leaves())
+    parts = () if dtype is None else options.keep_in_fp32
+    in_fp32 = [leaf.name for leaf in leaves if has_part(leaf.name, parts)]
+    plan_options = PlanOptions(
+        no_split_module_classes=no_split_module_classes,
+        dtype=options.dtype,
+        special_dtypes={**dict.fromkeys(in_fp32, torch.float32), **options.special_dtypes},
+        offload_buffers=offload_buffers,
+        fallback_allocation=fallback_allocation,
+    )
+    places = read_places(resolve_device_map(shape, device_map, max_memory, plan_options))
+    main = main_device_of(places)
+    is_parameter = {leaf.name: leaf.kind == "parameter" for leaf in leaves}
+    placements = plan_placements(is_parameter, places, shape.ties, main, offload_buffers)
+    storage = {name: placement.storage for name, placement in placements.items()}
+    _load(plain, checkpoint, replace(options, places={**places, **storage}), *rest)
+    dispatch_options = DispatchOptions(
+        folder=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=as_names(skip_keys),
+        whole_classes=as_names(preload_module_classes),
+        force_hooks=force_hooks,
+        # A limit for the host includes cached pages of mapped weights.
+        cache_bytes=0 if max_memory is not None else None,
+    )
+    dispatch(model, places, main, dispatch_options, placements)
+    cast("Any", model).hf_device_map = places
     return model
 
 

@@ -21,7 +21,7 @@ from accelfn.bigmodel.offload_folder import convert
 from accelfn.bigmodel.quantize_config import BnbQuantizationConfig
 from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
 from accelfn.errors import CheckpointMismatchError, Misfit
-from accelfn.weights.assign import named_module_tensors, named_modules
+from accelfn.weights.assign import named_module_tensors, named_modules, refs_of, tied_refs
 from accelfn.weights.load import apply_plan
 from accelfn.weights.match import LoadOptions, LoadStep, has_part, plan_load
 from accelfn.weights.open import OpenedWeights, open_weights
@@ -52,12 +52,10 @@ def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
     >>> default_skip_modules(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     ('1',)
     """
-    # A repeated module doesn't count as tied to itself.
-    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
-    for name, module in named_modules(model):
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, {})[module] = name
-    tied = [name for sharing in owners.values() if len(sharing) > 1 for name in sharing.values()]
+    # Under one name each, so a repeated module doesn't count as tied to itself.
+    refs = {name: ref for name, ref in refs_of(model) if ref.is_parameter}
+    owners = [dict.fromkeys(name.rpartition(".")[0] for name in names) for names in tied_refs(refs)]
+    tied = [name for sharing in owners if len(sharing) > 1 for name in sharing]
     prefix = cast("object", getattr(model, "base_model_prefix", None))
     is_base = isinstance(prefix, str) and not hasattr(model, prefix)
     last = [] if is_base and not tied else [name for name, _ in model.named_children()][-1:]
