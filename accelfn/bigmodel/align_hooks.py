@@ -12,10 +12,10 @@ from torch import nn
 from accelfn.bigmodel.block_hooks import Moves, read_device
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import READ_BELOW, Block
-from accelfn.bigmodel.dispatch import bare_names
+from accelfn.bigmodel.dispatch import bare_names, find_values
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
 from accelfn.bigmodel.model_info import require_values
-from accelfn.weights.assign import TensorRef, assign_values, check_fit, put, refs_of
+from accelfn.weights.assign import TensorRef, assign_values, put, refs_of
 from accelfn.weights.places import Place, PlaceLike, as_names, is_on, is_simulated
 from accelfn.weights.stored import mapped_from
 
@@ -30,14 +30,13 @@ def _values_of(
     Raises:
         ValueError: A value doesn't fit, or a meta tensor has no value.
     """
-    values: dict[int, torch.Tensor] = {}
     tensors = {name: ref.read() for name, ref in refs.items()}
-    for name, tensor in tensors.items():
-        value = None if weights_map is None or id(tensor) in values else cast("Any", weights_map).get(name)
-        if isinstance(value, torch.Tensor) and not value.is_meta:
-            values[id(tensor)] = check_fit(name, value, tensor).detach().to("cpu", tensor.dtype)
+    values = {
+        id(tensors[name]): value.detach().to("cpu", tensors[name].dtype)
+        for name, value in find_values(tensors, weights_map, tensors)
+    }
     todo = "Load them first (load_checkpoint_in_model), or pass weights_map and offload."
-    require_values("AlignDevicesHook", bare_names(tensors, values), todo)
+    require_values("AlignDevicesHook", map(repr, bare_names(tensors, values)), todo)
     return values
 
 

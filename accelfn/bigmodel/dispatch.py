@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -46,10 +46,12 @@ class TensorPlacement(NamedTuple):
     """The places of a tensor.
 
     Attributes:
+        place: Its place in the map; that of another name if it shares a tensor that is used in place.
         storage: Where it is stored.
         execution: Where it is used.
     """
 
+    place: Place
     storage: Place
     execution: Place
 
@@ -86,13 +88,13 @@ def plan_placements(
         place = main if place is None else place
         execution = place if is_accelerator(place) else main
         is_resident = not is_parameter[name] and not offload_buffers
-        placements[name] = TensorPlacement(execution if is_resident else place, execution)
+        placements[name] = TensorPlacement(place, execution if is_resident else place, execution)
     for group in ties:
         resident = {placements[name].execution for name in group if not placements[name].is_offloaded}
         for name in group:
             execution = placements[name].execution
-            if execution in resident:  # stored there under another name
-                placements[name] = TensorPlacement(execution, execution)
+            if placements[name].is_offloaded and execution in resident:  # stored there under another name
+                placements[name] = TensorPlacement(execution, execution, execution)
     return placements
 
 
@@ -129,9 +131,23 @@ class DispatchOptions:
 # --- values --------------------------------------------------------------------------------------
 
 
+def find_values(
+    tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any] | None, names: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the values that a mapping has for some of the tensors, by name.
+
+    Raises:
+        ValueError: A value has another shape or kind than its tensor.
+    """
+    for name in names if weights is not None else ():
+        value = cast("Any", weights).get(name)
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            yield name, check_fit(name, value, tensors[name])
+
+
 def bare_names(tensors: Mapping[str, torch.Tensor], values: Mapping[int, torch.Tensor]) -> list[str]:
-    """Return the quoted names of meta tensors that have no value, by the ``id`` of the tensor."""
-    return [repr(name) for name, tensor in tensors.items() if tensor.is_meta and id(tensor) not in values]
+    """Return the names of meta tensors that have no value, by the ``id`` of the tensor."""
+    return [name for name, tensor in tensors.items() if tensor.is_meta and id(tensor) not in values]
 
 
 def _find_values(
@@ -147,19 +163,18 @@ def _find_values(
         OSError: The folder can't be written to.
     """
     values: dict[int, torch.Tensor] = {}
-    state_dict, folder = options.state_dict or {}, options.folder
-    stored: Mapping[str, torch.Tensor] = {}
+    folder = options.folder
+    given = [name for name, one in tensors.items() if one.is_meta or placements[name].place == "cpu"]
+    for name, value in find_values(tensors, options.state_dict, given):
+        is_shared = placements[name].storage == placements[name].place
+        values[id(tensors[name])] = value if is_shared else value.clone()
     if options.index is not None or (folder is not None and (Path(folder) / "index.json").is_file()):
         stored = OffloadedWeightsLoader(save_folder=folder, index=options.index)
-    for name, tensor in tensors.items():
-        value = state_dict.get(name)
-        if value is not None and not value.is_meta and (tensor.is_meta or placements[name].storage == "cpu"):
-            values[id(tensor)] = check_fit(name, value, tensor)
-        elif tensor.is_meta and id(tensor) not in values and name in stored:
-            # Existing values aren't replaced: the folder may be old.
-            values[id(tensor)] = check_fit(name, stored[name], tensor).to(tensor.dtype)
-    bare = bare_names(tensors, values)
-    require_values("", bare, "Load them with load_checkpoint_and_dispatch, or pass state_dict=.")
+        # Existing values aren't replaced: the folder may be old.
+        for name, value in find_values(tensors, stored, bare_names(tensors, values)):
+            values[id(tensors[name])] = value.to(tensors[name].dtype)
+    todo = "Load them with load_checkpoint_and_dispatch, or pass state_dict=."
+    require_values("", map(repr, bare_names(tensors, values)), todo)
     to_write: dict[int, tuple[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         value = values.get(id(tensor), tensor)
@@ -264,7 +279,8 @@ def dispatch_model(
             values.
         device_map: Places by module name, see :data:`Place`; ``""`` is the whole model.
         main_device: Where inputs are moved. None is the first accelerator of the map, or the CPU.
-        state_dict: Values of weights on the CPU. They are shared, not copied.
+        state_dict: Values of weights on the CPU, and of their modules' buffers. Those of weights are shared,
+            not copied.
         offload_dir: Where weights for the disk are written, as safetensors. With ``offload_index``, or an
             ``index.json`` in it, values of meta tensors are read from there. Not needed for weights that
             :func:`load_checkpoint_in_model` has mapped.
