@@ -132,10 +132,11 @@ def convert(
     for key, step in zip(keys, steps, strict=True):
         by_file.setdefault(step.source.path, {})[key] = (step.source, step.dtype)
     tensors: dict[str, torch.Tensor] = {}
-    with writing_to(folder or "", "offload_folder") as output:
-        for path, some in by_file.items():
-            open_unchanged(path, file_ids).close()
-            tensors.update(_convert_file(path, some, file_ids[path], output, advance))
+    if by_file:
+        with writing_to(folder or "", "offload_folder") as output:
+            for path, some in by_file.items():
+                open_unchanged(path, file_ids).close()
+                tensors.update(_convert_file(path, some, file_ids[path], output, advance))
     return [tensors[key] for key in keys]
 
 
