@@ -9,22 +9,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.block_hooks import CallStack, input_device, moved
+from accelfn.bigmodel.block_hooks import Moves, read_device
 from accelfn.bigmodel.block_stream import BlockPrefetcher
 from accelfn.bigmodel.blocks import READ_BELOW, Block
+from accelfn.bigmodel.dispatch import bare_names, find_values
 from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
-from accelfn.weights.assign import TensorRef, assign_values, check_fit, put, refs_of
-from accelfn.weights.places import (
-    Place,
-    PlaceLike,
-    as_names,
-    check_device,
-    current_place,
-    is_on,
-    is_simulated,
-    listed,
-    read_place,
-)
+from accelfn.bigmodel.model_info import require_values
+from accelfn.weights.assign import TensorRef, assign_values, put, refs_of
+from accelfn.weights.places import Place, PlaceLike, as_names, is_on, is_simulated
 from accelfn.weights.stored import mapped_from
 
 T = TypeVar("T")
@@ -38,18 +30,13 @@ def _values_of(
     Raises:
         ValueError: A value doesn't fit, or a meta tensor has no value.
     """
-    values: dict[int, torch.Tensor] = {}
-    for name, ref in refs.items():
-        tensor = ref.read()
-        value = None if weights_map is None or id(tensor) in values else cast("Any", weights_map).get(name)
-        if isinstance(value, torch.Tensor) and not value.is_meta:
-            values[id(tensor)] = check_fit(name, value, tensor).detach().to("cpu", tensor.dtype)
-    bare = [name for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
-    if bare:
-        raise ValueError(
-            f"AlignDevicesHook: {listed(map(repr, bare))} are on the meta device and have no values. Load "
-            "them first (load_checkpoint_in_model), or pass weights_map and offload."
-        )
+    tensors = {name: ref.read() for name, ref in refs.items()}
+    values = {
+        id(tensors[name]): value.detach().to("cpu", tensors[name].dtype)
+        for name, value in find_values(tensors, weights_map, tensors)
+    }
+    todo = "Load them first (load_checkpoint_in_model), or pass weights_map and offload."
+    require_values("AlignDevicesHook", map(repr, bare_names(tensors, values)), todo)
     return values
 
 
@@ -111,15 +98,9 @@ class AlignDevicesHook(ModelHook):
         tied_params_map: Mapping[int, Any] | None = None,
     ) -> None:
         self.place: Place | None = None
+        self.execution_device: torch.device | None = None
         if execution_device is not None or offload:
-            self.place = (
-                current_place()
-                if execution_device is None
-                else read_place(execution_device, "execution_device")
-            )
-        self.execution_device: torch.device | None = (
-            None if self.place is None else check_device(self.place, "execution_device")
-        )
+            self.place, self.execution_device = read_device(execution_device)
         self.offload = offload
         self.io_same_device = io_same_device
         self.weights_map = weights_map
@@ -129,7 +110,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.stream: BlockPrefetcher | None = None
         self._origins: list[tuple[TensorRef, torch.device]] = []
-        self._calls: CallStack[torch.device | None] = CallStack()  # of inputs
+        self._moves = Moves(self.execution_device, io_same_device, self.skip_keys)
 
     def refs(self, module: nn.Module) -> dict[str, TensorRef]:
         """Return the tensors that the hook moves, by name within the module."""
@@ -171,28 +152,20 @@ class AlignDevicesHook(ModelHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Transfer the module's tensors, and move its arguments."""
-        self._calls.values.append(input_device(args, kwargs) if self.io_same_device else None)
+        changed = self._moves.before(module, args, kwargs)
         if self.stream is not None:
             self.stream.enter(0, module)
-        if self.execution_device is None:
-            return args, kwargs
-        return moved(args, self.execution_device, self.skip_keys), moved(
-            kwargs, self.execution_device, self.skip_keys
-        )
+        return changed
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Restore the module's tensors, and move the output."""
-        device = self._end(module)
-        return output if device is None else moved(output, device, self.skip_keys)
+        if self.stream is not None:
+            self.stream.leave(0, module)
+        return self._moves.after(module, (), output)
 
     def after_error(self, module: nn.Module) -> None:
         """Restore the module's tensors."""
-        self._end(module)
-
-    def _end(self, module: nn.Module) -> torch.device | None:
-        if self.stream is not None:
-            self.stream.leave(0, module)
-        return self._calls.pop()
+        self.post_forward(module, None)
 
 
 def attach_execution_device_hook(
@@ -440,13 +413,10 @@ def align_module_device(
     4.0
     """
     hook = offload_hook_of(module)
-    place = None if hook is None else hook.place
-    if execution_device is not None:
-        place = read_place(execution_device, "execution_device")
-    if place is None:
+    if execution_device is None and hook is None:
         yield
         return
-    device = check_device(place, "execution_device")
+    place, device = read_device(hook.place if hook and execution_device is None else execution_device)
     own = {name: ref for name, ref in refs_of(module) if "." not in name and ref.is_parameter}
     stored: list[tuple[TensorRef, torch.Tensor, torch.Tensor]] = []
     try:
@@ -481,12 +451,9 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """
     state: dict[str, Any] = model.state_dict()
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    empty = [name for name, value in tensors.items() if value.is_meta]
-    if empty:
-        raise ValueError(
-            f"get_state_dict_offloaded_model: {listed(map(repr, empty))} are on the meta device and have no "
-            "values. Load the weights first (load_checkpoint_in_model)."
-        )
+    bare = [repr(name) for name, value in tensors.items() if value.is_meta]
+    todo = "Load the weights first (load_checkpoint_in_model)."
+    require_values("get_state_dict_offloaded_model", bare, todo)
     return {**state, **{name: value.to("cpu") for name, value in tensors.items()}}
 
 
@@ -516,7 +483,7 @@ def get_state_dict_from_offload(
     >>> state["head.bias"].shape, state["b"]
     (torch.Size([1]), '')
     """
-    device = check_device(read_place(device_to_put_offload, "device_to_put_offload"), "device_to_put_offload")
+    _, device = read_device(device_to_put_offload, "device_to_put_offload")
     prefix = module_name.rpartition(".")[0]
     for name, value in module.state_dict().items():
         full = f"{prefix}.{name}" if prefix else name

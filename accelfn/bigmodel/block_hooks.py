@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,9 +16,20 @@ from accelfn.bigmodel.block_stream import BlockPrefetcher, caller_of_hook
 from accelfn.tree import find_device, send_to_device
 from accelfn.tree.structure import flatten, is_packed_sequence
 from accelfn.weights.assign import has_forward
+from accelfn.weights.places import Place, PlaceLike, check_device, current_place, read_place
 
 F = TypeVar("F", bound=FunctionType)
 T = TypeVar("T")
+
+
+def read_device(device: PlaceLike | None, what: str = "execution_device") -> tuple[Place, torch.device]:
+    """Return the place that a caller passes, and its device; None is the current accelerator, or the CPU.
+
+    Raises:
+        ValueError: This machine has no such device.
+    """
+    place = current_place() if device is None else read_place(device, what)
+    return place, check_device(place, what)
 
 
 class CallStack(Generic[T]):
@@ -58,11 +69,6 @@ def uncompiled(function: F) -> F:
     return function
 
 
-def input_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Return the device of the first tensor in a module's inputs; None if there is none."""
-    return find_device((args, kwargs))
-
-
 def moved(value: Any, device: torch.device, skip_keys: Iterable[str] | None = None) -> Any:
     """Move the tensors of a tree to a device; return the same object if all are there already.
 
@@ -98,38 +104,21 @@ def _needs_no_move(item: Any, device: torch.device) -> bool:
     return item is None or type(item) in (bool, int, float, str)
 
 
-def attach_prefetcher(model: nn.Module, prefetcher: BlockPrefetcher) -> list[RemovableHandle]:
-    """Attach hooks that transfer a model's blocks before their modules run, and release them afterwards.
+class Around(Protocol):
+    """Two torch hooks of a module: one before forward, and one after it, also if it failed."""
 
-    Args:
-        model: The model.
-        prefetcher: The prefetcher of its blocks.
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Run before forward; may return other arguments."""
 
-    Returns:
-        The handles of the hooks.
-    """
-    handles: list[RemovableHandle] = []
-    blocks = {block.module for block in prefetcher.blocks}
-    for position, block in enumerate(prefetcher.blocks):
-        handles += _around(block.module, _Enter(prefetcher, position), _Leave(prefetcher, position))
-        # A module within the block may be called without the block's own module.
-        for module in dict.fromkeys(ref.owner for ref in block.refs):
-            if module not in blocks and has_forward(module):
-                before, after = _EnterWithin(prefetcher, position), _LeaveWithin(prefetcher, position)
-                handles += _around(module, before, after)
-    # Last, so that a module's scope starts before its own tensors are transferred, and ends after.
-    for module in reversed(list(model.modules())):
-        if has_forward(module) and any(inner in blocks for inner in module.modules() if inner is not module):
-            handles += _around(module, _Enter(prefetcher, None), _Leave(prefetcher, None))
-    return handles
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Run after forward; may return another output."""
 
 
-def _around(
-    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
-) -> tuple[RemovableHandle, RemovableHandle]:
+def attach(module: nn.Module, hooks: Around) -> tuple[RemovableHandle, RemovableHandle]:
+    """Attach hooks around those that a module has. Copies and pickles of it have them too."""
     return (
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        _with_equal_id(module, module.register_forward_hook(after, always_call=True)),
+        module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
+        _with_equal_id(module, module.register_forward_hook(hooks.after, always_call=True)),
     )
 
 
@@ -147,91 +136,89 @@ def _with_equal_id(module: nn.Module, handle: RemovableHandle) -> RemovableHandl
     return handle
 
 
-def attach_moves(module: nn.Module, device: torch.device, skip_keys: tuple[str, ...]) -> RemovableHandle:
-    """Move the inputs of a module to a device."""
-    return module.register_forward_pre_hook(_Move(device, skip_keys), prepend=True, with_kwargs=True)
+def attach_prefetcher(model: nn.Module, prefetcher: BlockPrefetcher) -> list[RemovableHandle]:
+    """Attach hooks that transfer a model's blocks before their modules run, and release them afterwards.
 
+    Args:
+        model: The model.
+        prefetcher: The prefetcher of its blocks.
 
-def attach_return(module: nn.Module, skip_keys: tuple[str, ...]) -> tuple[RemovableHandle, RemovableHandle]:
-    """Move the outputs of a module to the device of its first input. To be attached last."""
-    origins = CallStack[torch.device | None]()
-    return _around(module, _Remember(origins), _Return(origins, skip_keys))
+    Returns:
+        The handles of the hooks.
+    """
+    handles: list[RemovableHandle] = []
+    blocks = {block.module for block in prefetcher.blocks}
+    for position, block in enumerate(prefetcher.blocks):
+        handles += attach(block.module, _Use(prefetcher, position))
+        # A module within the block may be called without the block's own module.
+        for module in dict.fromkeys(ref.owner for ref in block.refs):
+            if module not in blocks and has_forward(module):
+                handles += attach(module, _UseWithin(prefetcher, position))
+    # Last, so that a module's scope starts before its own tensors are transferred, and ends after.
+    for module in reversed(list(model.modules())):
+        if has_forward(module) and not blocks.isdisjoint({*module.modules()} - {module}):
+            handles += attach(module, _Use(prefetcher, None))
+    return handles
 
 
 @dataclass(frozen=True, slots=True)
-class _AtBlock:
-    """A hook of a block's module, or without a position of a module with blocks below it."""
+class _Use:
+    """Keeps a block on the device while its module runs; no block for a module with blocks below it."""
 
     prefetcher: BlockPrefetcher
     block: int | None
 
-
-class _Enter(_AtBlock):
-    """Before forward: transfer the block."""
-
     @uncompiled
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.prefetcher.enter(self.block, module, caller_of_hook())
 
-
-class _Leave(_AtBlock):
-    """After forward, also if it failed: release the block."""
-
     @uncompiled
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
         self.prefetcher.leave(self.block, module)
 
 
-class _EnterWithin(_AtBlock):
-    """As :class:`_Enter`, for a module within a block.
+class _UseWithin(_Use):
+    """As :class:`_Use`, for a module within a block.
 
     Not traced by torch.compile, which would split the block's graph at each module.
     """
 
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             self.prefetcher.enter(self.block, module, caller_of_hook())
 
-
-class _LeaveWithin(_AtBlock):
-    """As :class:`_Leave`, for a module within a block."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling():
             self.prefetcher.leave(self.block, module)
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """Before forward: move the inputs to the module's device."""
+class Moves:
+    """Moves a module's inputs to its device, and its outputs back to the device of the first input.
 
-    device: torch.device
+    Attributes:
+        device: The module's device; None leaves the inputs.
+        returns: Whether outputs are moved.
+        skip_keys: Keys of dicts in inputs and outputs that aren't moved.
+        origins: The devices of the inputs of running calls.
+    """
+
+    device: torch.device | None
+    returns: bool
     skip_keys: tuple[str, ...]
+    origins: CallStack[torch.device | None] = field(default_factory=CallStack[torch.device | None])
 
     @uncompiled
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def before(self, module: nn.Module | None, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Move the inputs."""
+        if self.returns:
+            self.origins.values.append(find_device((args, kwargs)))
+        if self.device is None:
+            return args, kwargs
         return moved(args, self.device, self.skip_keys), moved(kwargs, self.device, self.skip_keys)
 
-
-@dataclass(frozen=True, slots=True)
-class _Remember:
-    """Before the inputs are moved: record their device."""
-
-    origins: CallStack[torch.device | None]
-
     @uncompiled
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.origins.values.append(input_device(args, kwargs))
-
-
-@dataclass(frozen=True, slots=True)
-class _Return:
-    """After forward: move the outputs to the recorded device of the inputs."""
-
-    origins: CallStack[torch.device | None]
-    skip_keys: tuple[str, ...]
-
-    @uncompiled
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        """Move the output; after an exception it is None."""
         device = self.origins.pop()
         return output if device is None else moved(output, device, self.skip_keys)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.offload_autograd import connect
-from accelfn.bigmodel.transfer import Arrival, Link, Packing, Piece, lasting_tensors, plan_packing, unpack
+from accelfn.bigmodel.transfer import Arrival, Link, Packing, lasting_tensors, plan_packing, unpack
 from accelfn.weights.assign import TensorRef, has_forward, is_packable, refs_of, store_of
 
 # Modules of torch that use the tensors of their children without calling these.
@@ -54,8 +54,9 @@ def plan_blocks(
     Returns:
         The blocks in module order; each tensor is in one of them.
     """
-    remaining = {name: ref for name, ref in refs_of(model) if name in set(names)}
-    limit = sum(ref.read().nbytes for ref in remaining.values()) // 8
+    wanted = frozenset(names)
+    remaining = {ref: ref.read().nbytes for name, ref in refs_of(model) if name in wanted}
+    limit = sum(remaining.values()) // 8
     blocks: list[Block] = []
 
     def is_block(module: nn.Module, num_bytes: int, is_layer: bool) -> bool:
@@ -67,37 +68,33 @@ def plan_blocks(
         has_layers = any(_layers(below) for below in module.modules())
         return (is_layer and is_small) if has_layers else (is_layer or is_small)
 
-    def add(module: nn.Module, name: str, inside: Collection[str]) -> None:
-        refs = tuple(remaining.pop(key) for key in inside)
-        if refs:
-            blocks.append(Block(name=name, module=module, refs=refs))
-
     def visit(module: nn.Module, name: str, is_layer: bool) -> None:
-        dot = f"{name}." if name else ""
-        # Names of tied tensors depend on the path to them, so they are read from this module.
-        below = [f"{dot}{key}" for key, _ in refs_of(module) if f"{dot}{key}" in remaining]
+        below = [ref for _, ref in refs_of(module) if ref in remaining]
         if not below:
             return
-        num_bytes = sum(remaining[key].read().nbytes for key in below)
-        if has_forward(module) and is_block(module, num_bytes, is_layer):
-            add(module, name, below)
-            return
-        add(module, name, [key for key in _own_names(module, dot) if key in remaining])
-        layers = _layers(module)
-        for key, child in module.named_children():
-            visit(child, f"{dot}{key}", child in layers)
+        num_bytes = sum(remaining[ref] for ref in below)
+        is_whole = has_forward(module) and is_block(module, num_bytes, is_layer)
+        refs = tuple(below if is_whole else [ref for ref in _own_refs(module) if ref in remaining])
+        if refs:
+            blocks.append(Block(name=name, module=module, refs=refs))
+        for ref in refs:
+            del remaining[ref]
+        if not is_whole:
+            layers = _layers(module)
+            for key, child in module.named_children():
+                visit(child, f"{name}.{key}" if name else key, child in layers)
 
     visit(model, "", False)
     return tuple(blocks)
 
 
-def _own_names(module: nn.Module, dot: str) -> Iterator[str]:
-    """Yield the names of a module's own tensors, and of those of children that can't be called."""
+def _own_refs(module: nn.Module) -> Iterator[TensorRef]:
+    """Yield a module's own tensors, and those of children that can't be called."""
     for is_parameter in (True, False):
-        yield from (f"{dot}{key}" for key in store_of(module, is_parameter))
-    for key, child in module.named_children():
+        yield from (TensorRef(module, key, is_parameter) for key in store_of(module, is_parameter))
+    for child in module.children():
         if not has_forward(child):
-            yield from _own_names(child, f"{dot}{key}.")
+            yield from _own_refs(child)
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
@@ -174,7 +171,6 @@ class BlockCopy:
         hosts: Its stored tensors.
         layout: Their layout.
         versions: Versions of the packed tensors on the host when they were transferred.
-        device: Where they are used.
         arrival: Waits for the transfer.
         moved: By ref: tensors on the device that aren't packed.
         memory: The memory of the packed tensors on the device.
@@ -188,7 +184,6 @@ class BlockCopy:
     hosts: HostWeights
     layout: Layout
     versions: tuple[int, ...]
-    device: torch.device
     arrival: Arrival
     moved: dict[int, torch.Tensor]
     memory: torch.Tensor | None = None
@@ -209,7 +204,7 @@ class BlockCopy:
 
     def position_at(self, start: int) -> int:
         """Return the position of the packed tensor at a byte of the memory."""
-        return bisect.bisect_right(self.layout.packing.pieces, start, key=_start) - 1
+        return bisect.bisect_right(self.layout.packing.pieces, start, key=lambda piece: piece.start) - 1
 
     def is_written(self, position: int) -> bool:
         """Check whether the copy of a packed tensor was modified, according to its version."""
@@ -244,7 +239,7 @@ class BlockCopy:
             copies = connect(copies, self.packed_hosts())
             # These are connected by autograd, but were moved without gradients.
             moved = {
-                index: host.to(self.device) if host.requires_grad else moved[index]
+                index: host.to(moved[index].device) if host.requires_grad else moved[index]
                 for index, host in enumerate(self.hosts)
                 if host is not None and index in moved
             }
@@ -325,7 +320,6 @@ def begin_copy(block: Block, hosts: HostWeights, layout: Layout, link: Link, is_
         hosts=tuple(hosts),
         layout=layout,
         versions=versions,
-        device=link.device,
         arrival=arrival,
         moved=unpacked,
     )
@@ -333,10 +327,6 @@ def begin_copy(block: Block, hosts: HostWeights, layout: Layout, link: Link, is_
 
 def _no_memory() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
-
-
-def _start(piece: Piece) -> int:
-    return piece.start
 
 
 def _versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -213,12 +213,11 @@ def attach_layerwise_casting_hooks(
     ...     model(torch.ones(3, 4)).shape
     torch.Size([3, 2])
     """
-    patterns = _patterns(skip_modules_pattern)
-    classes: tuple[type[nn.Module], ...]
-    if isinstance(skip_modules_classes, type):
-        classes = (skip_modules_classes,)
-    else:
-        classes = tuple(skip_modules_classes or ())
+    skipped = skip_modules_pattern
+    several = (skipped,) if isinstance(skipped, (str, re.Pattern)) else skipped or ()
+    patterns = tuple(re.compile(pattern) for pattern in several)
+    kinds = skip_modules_classes or ()
+    classes = (kinds,) if isinstance(kinds, type) else tuple(kinds)
     LayerwiseCastingHook(storage_dtype, compute_dtype)  # checks the dtypes
     layers = dict(_layers(module, "", patterns, classes))
     for layer, name in layers.items():
@@ -262,8 +261,3 @@ def _checked_dtype(dtype: object, what: str) -> torch.dtype:
     if not dtype.is_floating_point:
         raise ValueError(f"{what} must be a floating dtype, such as torch.bfloat16, got {dtype}.")
     return dtype
-
-
-def _patterns(patterns: str | Iterable[str] | None) -> tuple[re.Pattern[str], ...]:
-    several = (patterns,) if isinstance(patterns, (str, re.Pattern)) else tuple(patterns or ())
-    return tuple(re.compile(pattern) for pattern in several)

@@ -107,7 +107,7 @@ class PlanOptions:
 
     no_split_module_classes: Collection[str] | None = ()
     dtype: AnyDtype | None = None
-    special_dtypes: Mapping[str, AnyDtype] = field(default_factory=lambda: MappingProxyType({}))
+    special_dtypes: Mapping[str, AnyDtype] = field(default_factory=dict[str, AnyDtype])
     clean_result: bool = True
     offload_buffers: bool = False
     fallback_allocation: bool = False
@@ -342,7 +342,6 @@ DeviceMap: TypeAlias = "str | Mapping[str, PlaceLike]"
 """``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, or places by module name."""
 
 MAP_NAMES = ("auto", "balanced", "balanced_low_0", "sequential")
-_NO_DTYPES: Mapping[str, AnyDtype] = MappingProxyType({})
 
 
 def infer_auto_device_map(
@@ -389,7 +388,7 @@ def infer_auto_device_map(
     options = PlanOptions(
         no_split_module_classes=no_split_module_classes or (),
         dtype=dtype,
-        special_dtypes=special_dtypes or _NO_DTYPES,
+        special_dtypes=special_dtypes or {},
         clean_result=clean_result,
         offload_buffers=offload_buffers,
         fallback_allocation=fallback_allocation,
@@ -559,7 +558,7 @@ def get_balanced_memory(
     options = PlanOptions(
         no_split_module_classes=no_split_module_classes or (),
         dtype=dtype,
-        special_dtypes=special_dtypes or _NO_DTYPES,
+        special_dtypes=special_dtypes or {},
     )
     budgets = get_max_memory(max_memory)
     return _balance_budgets(shape, budgets, options, low_zero, leave_tenth=max_memory is None)

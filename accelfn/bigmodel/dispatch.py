@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.block_hooks import attach_moves, attach_prefetcher, attach_return
+from accelfn.bigmodel.block_hooks import Moves, attach, attach_prefetcher, read_device
 from accelfn.bigmodel.block_stream import BlockPrefetcher, StreamFacts
 from accelfn.bigmodel.blocks import plan_blocks
 from accelfn.bigmodel.device_map import check_device_map, read_places
+from accelfn.bigmodel.model_info import require_values
 from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, write_mapped
 from accelfn.errors import MissingExtraError
 from accelfn.weights.assign import (
-    TensorRef,
     assign_values,
     check_fit,
     has_forward,
@@ -35,10 +35,8 @@ from accelfn.weights.places import (
     available_memory,
     check_device,
     is_accelerator,
-    listed,
     order_of,
     place_of,
-    read_place,
 )
 from accelfn.weights.state import require_module
 from accelfn.weights.stored import mapped_from
@@ -48,10 +46,12 @@ class TensorPlacement(NamedTuple):
     """The places of a tensor.
 
     Attributes:
+        place: Its place in the map; that of another name if it shares a tensor that is used in place.
         storage: Where it is stored.
         execution: Where it is used.
     """
 
+    place: Place
     storage: Place
     execution: Place
 
@@ -64,10 +64,9 @@ class TensorPlacement(NamedTuple):
 def plan_placements(
     is_parameter: Mapping[str, bool],
     places: Mapping[str, Place],
-    ties: Iterable[tuple[str, ...]] = (),
-    *,
-    main: Place | None = None,
-    offload_buffers: bool = False,
+    ties: Iterable[tuple[str, ...]],
+    main: Place,
+    offload_buffers: bool,
 ) -> dict[str, TensorPlacement]:
     """Return where each tensor of a model is stored and used.
 
@@ -80,23 +79,22 @@ def plan_placements(
         places: By name of a module or tensor. Tensors that it doesn't cover, which are non-persistent
             buffers, are on the main device.
         ties: Groups of names that share one tensor.
-        main: The main device; None as in :func:`main_device_of`.
+        main: The main device.
         offload_buffers: Whether buffers are offloaded too.
     """
-    main = main_device_of(places) if main is None else main
     placements: dict[str, TensorPlacement] = {}
     for name in is_parameter:
         place = place_of(name, places)
         place = main if place is None else place
         execution = place if is_accelerator(place) else main
         is_resident = not is_parameter[name] and not offload_buffers
-        placements[name] = TensorPlacement(execution if is_resident else place, execution)
+        placements[name] = TensorPlacement(place, execution if is_resident else place, execution)
     for group in ties:
         resident = {placements[name].execution for name in group if not placements[name].is_offloaded}
         for name in group:
             execution = placements[name].execution
-            if execution in resident:  # stored there under another name
-                placements[name] = TensorPlacement(execution, execution)
+            if placements[name].is_offloaded and execution in resident:  # stored there under another name
+                placements[name] = TensorPlacement(execution, execution, execution)
     return placements
 
 
@@ -133,8 +131,27 @@ class DispatchOptions:
 # --- values --------------------------------------------------------------------------------------
 
 
+def find_values(
+    tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any] | None, names: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the values that a mapping has for some of the tensors, by name.
+
+    Raises:
+        ValueError: A value has another shape or kind than its tensor.
+    """
+    for name in names if weights is not None else ():
+        value = cast("Any", weights).get(name)
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            yield name, check_fit(name, value, tensors[name])
+
+
+def bare_names(tensors: Mapping[str, torch.Tensor], values: Mapping[int, torch.Tensor]) -> list[str]:
+    """Return the names of meta tensors that have no value, by the ``id`` of the tensor."""
+    return [name for name, tensor in tensors.items() if tensor.is_meta and id(tensor) not in values]
+
+
 def _find_values(
-    refs: Mapping[str, TensorRef], placements: Mapping[str, TensorPlacement], options: DispatchOptions
+    tensors: Mapping[str, torch.Tensor], placements: Mapping[str, TensorPlacement], options: DispatchOptions
 ) -> dict[int, torch.Tensor]:
     """Find the values of meta tensors, and write those for the disk; the model isn't changed.
 
@@ -146,34 +163,28 @@ def _find_values(
         OSError: The folder can't be written to.
     """
     values: dict[int, torch.Tensor] = {}
-    state_dict, folder = options.state_dict or {}, options.folder
-    stored: Mapping[str, torch.Tensor] = {}
+    folder = options.folder
+    given = [name for name, one in tensors.items() if one.is_meta or placements[name].place == "cpu"]
+    for name, value in find_values(tensors, options.state_dict, given):
+        is_shared = placements[name].storage == placements[name].place
+        values[id(tensors[name])] = value if is_shared else value.clone()
     if options.index is not None or (folder is not None and (Path(folder) / "index.json").is_file()):
         stored = OffloadedWeightsLoader(save_folder=folder, index=options.index)
-    for name, ref in refs.items():
-        tensor = ref.read()
-        value = state_dict.get(name)
-        if value is not None and not value.is_meta and (tensor.is_meta or placements[name].storage == "cpu"):
-            values[id(tensor)] = check_fit(name, value, tensor)
-        elif tensor.is_meta and id(tensor) not in values and name in stored:
-            # Existing values aren't replaced: the folder may be old.
-            values[id(tensor)] = check_fit(name, stored[name], tensor).to(tensor.dtype)
-    bare = [name for name, ref in refs.items() if ref.read().is_meta and id(ref.read()) not in values]
-    if bare:
-        raise ValueError(
-            f"{listed(map(repr, bare))} are on the meta device and have no values. Load them with "
-            "load_checkpoint_and_dispatch, or pass state_dict=."
-        )
+        # Existing values aren't replaced: the folder may be old.
+        for name, value in find_values(tensors, stored, bare_names(tensors, values)):
+            values[id(tensors[name])] = value.to(tensors[name].dtype)
+    todo = "Load them with load_checkpoint_and_dispatch, or pass state_dict=."
+    require_values("", map(repr, bare_names(tensors, values)), todo)
     to_write: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, ref in refs.items():
-        value = values.get(id(ref.read()), ref.read())
+    for name, tensor in tensors.items():
+        value = values.get(id(tensor), tensor)
         if placements[name].storage == "disk" and value.numel() and mapped_from(value) is None:
             if not is_packable(value):
                 raise ValueError(
                     f"{name!r} can't be on the disk: it is a {type(value).__name__} of layout "
                     f"{value.layout}. Keep it on the CPU."
                 )
-            to_write.setdefault(id(ref.read()), (name, value))
+            to_write.setdefault(id(tensor), (name, value))
     if to_write and folder is None:
         raise ValueError(
             f"device_map puts {len(to_write)} tensors on the disk that are in memory, such as "
@@ -268,7 +279,8 @@ def dispatch_model(
             values.
         device_map: Places by module name, see :data:`Place`; ``""`` is the whole model.
         main_device: Where inputs are moved. None is the first accelerator of the map, or the CPU.
-        state_dict: Values of weights on the CPU. They are shared, not copied.
+        state_dict: Values of weights on the CPU, and of their modules' buffers. Those of weights are shared,
+            not copied.
         offload_dir: Where weights for the disk are written, as safetensors. With ``offload_index``, or an
             ``index.json`` in it, values of meta tensors are read from there. Not needed for weights that
             :func:`load_checkpoint_in_model` has mapped.
@@ -297,7 +309,7 @@ def dispatch_model(
     require_module("dispatch_model", model)
     check_device_map(model, device_map)
     places = read_places(device_map)
-    main = None if main_device is None else _read_device(main_device, "main_device")
+    main = None if main_device is None else read_device(main_device, "main_device")[0]
     options = DispatchOptions(
         state_dict=state_dict,
         folder=offload_dir,
@@ -350,7 +362,7 @@ def cpu_offload(
         whole_classes=as_names(preload_module_classes),
         num_ahead=num_ahead,
     )
-    dispatch(model, {"": "cpu"}, _execution_device(model, execution_device), options)
+    dispatch(model, {"": "cpu"}, _execution_place(model, execution_device), options)
     return model
 
 
@@ -398,7 +410,7 @@ def disk_offload(
         num_ahead=num_ahead,
         cache_bytes=cache_bytes,
     )
-    dispatch(model, {"": "disk"}, _execution_device(model, execution_device), options)
+    dispatch(model, {"": "disk"}, _execution_place(model, execution_device), options)
     return model
 
 
@@ -445,37 +457,32 @@ class _Dispatched:
     prefetchers: list[BlockPrefetcher] = field(default_factory=list[BlockPrefetcher])
 
 
-def _read_device(device: PlaceLike, what: str) -> Place:
-    place = read_place(device, what)
-    check_device(place, what)
-    return place
-
-
-def _execution_device(model: nn.Module, device: PlaceLike | None) -> Place:
-    if device is not None:
-        return _read_device(device, "execution_device")
+def _execution_place(model: nn.Module, device: PlaceLike | None) -> Place:
     first = next(model.parameters(), None)
-    return "cpu" if first is None or first.is_meta else read_place(first.device)
+    own = "cpu" if first is None or first.is_meta else first.device
+    return read_device(own if device is None else device)[0]
 
 
 def dispatch(
-    model: nn.Module, places: Mapping[str, Place], main: Place | None, options: DispatchOptions
+    model: nn.Module,
+    places: Mapping[str, Place],
+    main: Place | None,
+    options: DispatchOptions,
+    placements: Mapping[str, TensorPlacement] | None = None,
 ) -> None:
-    """Dispatch a model with a checked map."""
+    """Dispatch a model with a checked map, and the placements of its tensors if they were planned before."""
     main = main_device_of(places) if main is None else main
     refs = dict(refs_of(model))
-    is_parameter = {name: ref.is_parameter for name, ref in refs.items()}
-    placements = plan_placements(
-        is_parameter, places, tied_refs(refs), main=main, offload_buffers=options.offload_buffers
-    )
-    values = _find_values(refs, placements, options)
+    if placements is None:
+        is_parameter = {name: ref.is_parameter for name, ref in refs.items()}
+        placements = plan_placements(is_parameter, places, tied_refs(refs), main, options.offload_buffers)
+    placements = {name: placements[name] for name in refs}
+    values = _find_values({name: ref.read() for name, ref in refs.items()}, placements, options)
     undispatch(model)
 
-    def device_of(name: str, _: torch.Tensor) -> torch.device:
-        place = placements[name].storage
-        return check_device("cpu" if place == "disk" else place)
-
-    assign_values(refs, device_of, values)
+    storages = {placement.storage for placement in placements.values()}
+    devices = {place: check_device("cpu" if place == "disk" else place) for place in storages}
+    assign_values(refs, lambda name, _: devices[placements[name].storage], values)
     dispatched = vars(model)[_NAME] = _Dispatched()
     offloaded: dict[Place, list[str]] = {}
     for name, placement in placements.items():
@@ -495,7 +502,7 @@ def dispatch(
     if len(set(places.values())) > 1 or offloaded or options.force_hooks:
         execution = {name: placement.execution for name, placement in placements.items()}
         dispatched.handles += _attach_moves(model, main, execution, options.skip_keys)
-    if offloaded or len({placement.storage for placement in placements.values()}) > 1:
+    if offloaded or len(storages) > 1:
         vars(model)["_apply"] = _CheckedApply(model)
 
 
@@ -524,6 +531,6 @@ def _attach_moves(
             # If its parent is on one device too, only modules with parameters, which may be called directly.
             parent = places_in[name.rpartition(".")[0]]
             if len(parent) > 1 or any(True for _ in module.parameters(recurse=False)):
-                handles.append(attach_moves(module, check_device(next(iter(used))), skip_keys))
-    handles.append(attach_moves(model, check_device(main), skip_keys))
-    return [*handles, *attach_return(model, skip_keys)]
+                moves = Moves(check_device(next(iter(used))), False, skip_keys)
+                handles.append(module.register_forward_pre_hook(moves.before, prepend=True, with_kwargs=True))
+    return [*handles, *attach(model, Moves(check_device(main), True, skip_keys))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
-from typing import NamedTuple
+from itertools import groupby
 
 from accelfn.bigmodel.device_map import DevicePlan, PlacePlan
 from accelfn.bigmodel.estimate import DtypeEstimate, MemoryEstimate
@@ -18,13 +18,6 @@ _PLACE_PARTS = (
     ("reserved for the largest later layer", "#f3c9a5"),
     ("free", "#eeeeee"),
 )
-
-
-class _Block(NamedTuple):
-    """Consecutive tensors of one module."""
-
-    name: str
-    is_part: bool  # other tensors of the module are on another place
 
 
 def draw_device_plan(plan: DevicePlan) -> str:
@@ -58,9 +51,7 @@ def draw_device_plan(plan: DevicePlan) -> str:
         rows.append((str(place.place), size_text(place.used), size_text(place.reserved), budget, _bar(place)))
     width = max(len(row[0]) for row in rows)
     modules = [
-        f"{place.place!s:<{width}}  {', '.join(_ranges(_blocks(place, plan)))}"
-        for place in plan.places
-        if place.leaves
+        f"{place.place!s:<{width}}  {_modules_text(place, plan)}" for place in plan.places if place.leaves
     ]
     sections = [_table(rows), modules, list(_notes(plan))]
     return "\n\n".join("\n".join(section) for section in sections if section)
@@ -95,14 +86,11 @@ def draw_device_plan_html(plan: DevicePlan, title: str = "Device plan") -> str:
     """
     lists: list[str] = []
     for place in plan.places:
-        rows = "".join(
-            f"<tr><td>{escape(leaf.name)}</td><td>{size_text(leaf.num_bytes)}</td></tr>"
-            for leaf in place.leaves
-        )
+        rows = "".join(_html_rows((leaf.name, size_text(leaf.num_bytes)) for leaf in place.leaves))
         count = "1 tensor" if len(place.leaves) == 1 else f"{len(place.leaves)} tensors"
-        blocks = escape(", ".join(_ranges(_blocks(place, plan))))
+        modules = escape(_modules_text(place, plan))
         lists.append(
-            f"<details><summary><b>{place.place}</b>: {count}, {_usage_text(place)}. {blocks}</summary>"
+            f"<details><summary><b>{place.place}</b>: {count}, {_usage_text(place)}. {modules}</summary>"
             f"<table>{rows}</table></details>"
         )
     notes = "".join(f"<p>{escape(note)}</p>" for note in _notes(plan))
@@ -120,6 +108,11 @@ def _page(title: str, *body: str) -> str:
     return "\n".join(
         ["<!doctype html>", f'<html lang="en"><head>{head}</head><body>', *body, "</body></html>\n"]
     )
+
+
+def _html_rows(rows: Iterable[Iterable[str]], tag: str = "td") -> Iterator[str]:
+    for row in rows:
+        yield "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) + "</tr>"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -159,27 +152,23 @@ def _block_of(name: str) -> str:
     return ".".join(path[: position + 1] if position is not None else path[:-1] or path)
 
 
-def _blocks(place: PlacePlan, plan: DevicePlan) -> list[_Block]:
-    """Return the blocks on a place, in order."""
+def _modules_text(place: PlacePlan, plan: DevicePlan) -> str:
+    """List the modules on a place in order; a part if other tensors of one are on another place."""
     elsewhere = {_block_of(leaf.name) for other in plan.places if other is not place for leaf in other.leaves}
-    blocks: list[_Block] = []
-    for leaf in place.leaves:
-        name = _block_of(leaf.name)
-        if not blocks or blocks[-1].name != name:
-            blocks.append(_Block(name, name in elsewhere))
-    return blocks
+    names = [_block_of(leaf.name) for leaf in place.leaves]
+    return ", ".join(_ranges(f"{name} (part)" if name in elsewhere else name for name, _ in groupby(names)))
 
 
-def _ranges(blocks: Iterable[_Block]) -> Iterator[str]:
-    """Write consecutive blocks of a list as first..last.
+def _ranges(names: Iterable[str]) -> Iterator[str]:
+    """Write consecutive items of a list as first..last.
 
-    >>> list(_ranges([_Block("a.0", False), _Block("a.1", False), _Block("a.2", True)]))
+    >>> list(_ranges(["a.0", "a.1", "a.2 (part)"]))
     ['a.0..1', 'a.2 (part)']
     """
     run: list[tuple[str, int]] = []
-    for block in (*blocks, None):
-        path, _, last = ("", "", "") if block is None else block.name.rpartition(".")
-        fits = block is not None and last.isdecimal() and not block.is_part
+    for name in (*names, ""):
+        path, _, last = name.rpartition(".")
+        fits = last.isdecimal()
         if run and not (fits and run[-1] == (path, int(last) - 1)):
             first, end = run[0][1], run[-1][1]
             text = f"{run[0][0]}.{first}" if run[0][0] else str(first)
@@ -187,8 +176,8 @@ def _ranges(blocks: Iterable[_Block]) -> Iterator[str]:
             run = []
         if fits:
             run.append((path, int(last)))
-        elif block is not None:
-            yield f"{block.name} (part)" if block.is_part else block.name
+        elif name:
+            yield name
 
 
 def _notes(plan: DevicePlan) -> Iterator[str]:
@@ -219,8 +208,7 @@ def draw_estimate(estimate: MemoryEstimate, title: str) -> str:
     Returns:
         Lines without a final newline.
     """
-    rows = [_HEADS, *(_cells(row) for row in estimate.dtypes)]
-    return "\n".join([*_summary(estimate, title), "", *_table(rows)])
+    return "\n".join([*_summary(estimate, title), "", *_table([_HEADS, *map(_cells, estimate.dtypes)])])
 
 
 def draw_estimate_svg(estimate: MemoryEstimate, title: str) -> str:
@@ -247,13 +235,9 @@ def draw_estimate_html(estimate: MemoryEstimate, title: str) -> str:
     Returns:
         A complete HTML document.
     """
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in _HEADS)
-    rows = [
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(row)) + "</tr>"
-        for row in estimate.dtypes
-    ]
-    table = "\n".join([f"<table><tr>{head}</tr>", *rows, "</table>"])
-    return _page(_summary(estimate, title)[0], draw_estimate_svg(estimate, title), table)
+    rows = [*_html_rows([_HEADS], "th"), *_html_rows(map(_cells, estimate.dtypes))]
+    image = draw_estimate_svg(estimate, title)
+    return _page(_summary(estimate, title)[0], image, "<table>", *rows, "</table>")
 
 
 def _cells(row: DtypeEstimate) -> tuple[str, str, str, str]:

@@ -16,19 +16,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.block_hooks import CallStack, moved, uncompiled
+from accelfn.bigmodel.block_hooks import CallStack, attach, moved, read_device, uncompiled
 from accelfn.bigmodel.block_stream import caller_of_hook, is_within
 from accelfn.bigmodel.dispatch import undispatch
 from accelfn.parallel.forward import WrappedForward
-from accelfn.weights.places import (
-    Place,
-    PlaceLike,
-    check_device,
-    current_place,
-    is_on,
-    is_simulated,
-    read_place,
-)
+from accelfn.weights.places import Place, PlaceLike, check_device, is_on, is_simulated
 
 _ATTRIBUTE = "_hf_hook"
 
@@ -232,10 +224,7 @@ class _HookRunner:
     def __init__(self, module: nn.Module) -> None:
         self._calls: CallStack[_Call] = CallStack()
         # Kept, since unpickling a handle reserves its id, which torch could assign again otherwise.
-        self.handles: tuple[RemovableHandle, ...] = (
-            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self.after, always_call=True),
-        )
+        self.handles: tuple[RemovableHandle, ...] = attach(module, self)
 
     @uncompiled
     def before(
@@ -349,12 +338,8 @@ class CpuOffload(ModelHook):
         execution_device: PlaceLike | None = None,
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
-        place = (
-            current_place() if execution_device is None else read_place(execution_device, "execution_device")
-        )
-        self.execution_device: torch.device = check_device(place, "execution_device")
+        self._place, self.execution_device = read_device(execution_device)
         self.prev_module_hook = prev_module_hook
-        self._place = place
         self._at: Place = "cpu"
 
     def init_hook(self, module: nn.Module) -> nn.Module:

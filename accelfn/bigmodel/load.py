@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -20,9 +21,9 @@ from accelfn.bigmodel.device_map import (
     read_places,
     resolve_device_map,
 )
-from accelfn.bigmodel.dispatch import DispatchOptions, dispatch, plan_placements
+from accelfn.bigmodel.dispatch import DispatchOptions, dispatch, main_device_of, plan_placements
 from accelfn.bigmodel.model_info import read_shape
-from accelfn.bigmodel.offload_folder import check_folder, converting
+from accelfn.bigmodel.offload_folder import check_folder, convert
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context, init_context
 from accelfn.training import unwrap_model
@@ -30,7 +31,7 @@ from accelfn.weights.assign import read_dtype
 from accelfn.weights.load import apply_plan
 from accelfn.weights.match import LoadOptions, LoadPlan, has_part, plan_load
 from accelfn.weights.open import OpenedWeights, open_weights
-from accelfn.weights.places import MaxMemory, Place, PlaceLike, as_names, check_device, listed, place_of
+from accelfn.weights.places import MaxMemory, PlaceLike, as_names, check_device, listed, place_of
 from accelfn.weights.read import Reading, progress_bar, read_tensors
 from accelfn.weights.state import Agreement, require_module, together
 from accelfn.weights.stored import PIECE_BYTES, map_stored
@@ -220,14 +221,8 @@ def load_checkpoint_in_model(
     """
     require_module(_LOAD, model)
     plain = unwrap_model(model, keep_torch_compile=False)
-    options = LoadOptions(
-        dtype=_floating_dtype(_LOAD, dtype),
-        special_dtypes=_floating_dtypes(_LOAD, special_dtypes),
-        keep_in_fp32=as_names(keep_in_fp32_modules),
-        has_folder=offload_folder is not None,
-        strict=strict,
-        is_whole=full_state_dict,
-    )
+    dtypes = dtype, special_dtypes, keep_in_fp32_modules
+    options = _load_options(_LOAD, *dtypes, offload_folder, strict, full_state_dict)
     if device_map is not None:
         check_device_map(plain, device_map)
         options = replace(options, places=read_places(device_map))
@@ -261,8 +256,10 @@ def _load(
     plan = plan_load(_LOAD, model, opened, options)
     _warn_of_names(opened, plan)
     with progress_bar("load", plan.num_bytes, progress) as advance:
-        convert = converting(opened.file_ids, folder, advance)
-        apply_plan(model, plan, opened.file_ids, convert=convert, is_whole=options.is_whole, advance=advance)
+        converting = partial(convert, opened.file_ids, folder, advance)
+        apply_plan(
+            model, plan, opened.file_ids, convert=converting, is_whole=options.is_whole, advance=advance
+        )
 
 
 def _check_broadcast(options: LoadOptions, ctx: Context | None) -> None:
@@ -358,66 +355,70 @@ def load_checkpoint_and_dispatch(
         OSError: A file can't be read, or the folder can't be written.
     """
     require_module(_DISPATCH, model)
-    options = LoadOptions(
-        dtype=_floating_dtype(_DISPATCH, dtype),
-        special_dtypes=_floating_dtypes(_DISPATCH, special_dtypes),
-        keep_in_fp32=as_names(keep_in_fp32_modules),
-        has_folder=offload_folder is not None,
-        strict=strict,
-        is_whole=full_state_dict,
-    )
-    places: dict[str, Place] | None = None
-    if device_map is not None:
-        shape = read_shape(model, _DISPATCH)
-        leaves = list(shape.root.leaves())
-        parts = () if dtype is None else options.keep_in_fp32
-        in_fp32 = [leaf.name for leaf in leaves if has_part(leaf.name, parts)]
-        plan_options = PlanOptions(
-            no_split_module_classes=no_split_module_classes,
-            dtype=options.dtype,
-            special_dtypes={**dict.fromkeys(in_fp32, torch.float32), **options.special_dtypes},
-            offload_buffers=offload_buffers,
-            fallback_allocation=fallback_allocation,
-        )
-        places = read_places(resolve_device_map(shape, device_map, max_memory, plan_options))
-        # Tied tensors are loaded directly to where they will be stored.
-        is_parameter = {leaf.name: leaf.kind == "parameter" for leaf in leaves}
-        placements = plan_placements(is_parameter, places, shape.ties, offload_buffers=offload_buffers)
-        tied = {name: placements[name].storage for names in shape.ties for name in names}
-        options = replace(options, places={**places, **tied})
+    dtypes = dtype, special_dtypes, keep_in_fp32_modules
+    options = _load_options(_DISPATCH, *dtypes, offload_folder, strict, full_state_dict)
     plain = unwrap_model(model, keep_torch_compile=False)
-    _load(plain, checkpoint, options, offload_folder, broadcast_from_rank0, progress, ctx)
-    if places is not None:
-        dispatch_options = DispatchOptions(
-            folder=offload_folder,
-            offload_buffers=offload_buffers,
-            skip_keys=as_names(skip_keys),
-            whole_classes=as_names(preload_module_classes),
-            force_hooks=force_hooks,
-            # A limit for the host includes cached pages of mapped weights.
-            cache_bytes=0 if max_memory is not None else None,
-        )
-        dispatch(model, places, None, dispatch_options)
-        cast("Any", model).hf_device_map = places
+    rest = offload_folder, broadcast_from_rank0, progress, ctx
+    if device_map is None:
+        _load(plain, checkpoint, options, *rest)
+        return model
+    shape = read_shape(model, _DISPATCH)
+    leaves = list(shape.root.leaves())
+    parts = () if dtype is None else options.keep_in_fp32
+    in_fp32 = [leaf.name for leaf in leaves if has_part(leaf.name, parts)]
+    plan_options = PlanOptions(
+        no_split_module_classes=no_split_module_classes,
+        dtype=options.dtype,
+        special_dtypes={**dict.fromkeys(in_fp32, torch.float32), **options.special_dtypes},
+        offload_buffers=offload_buffers,
+        fallback_allocation=fallback_allocation,
+    )
+    places = read_places(resolve_device_map(shape, device_map, max_memory, plan_options))
+    main = main_device_of(places)
+    is_parameter = {leaf.name: leaf.kind == "parameter" for leaf in leaves}
+    placements = plan_placements(is_parameter, places, shape.ties, main, offload_buffers)
+    storage = {name: placement.storage for name, placement in placements.items()}
+    _load(plain, checkpoint, replace(options, places={**places, **storage}), *rest)
+    dispatch_options = DispatchOptions(
+        folder=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=as_names(skip_keys),
+        whole_classes=as_names(preload_module_classes),
+        force_hooks=force_hooks,
+        # A limit for the host includes cached pages of mapped weights.
+        cache_bytes=0 if max_memory is not None else None,
+    )
+    dispatch(model, places, main, dispatch_options, placements)
+    cast("Any", model).hf_device_map = places
     return model
 
 
-def _floating_dtypes(
-    operation: str, dtypes: Mapping[str, str | torch.dtype] | None
-) -> dict[str, torch.dtype]:
-    return {
-        name: cast("torch.dtype", _floating_dtype(operation, dtype)) for name, dtype in (dtypes or {}).items()
-    }
-
-
-def _floating_dtype(operation: str, dtype: str | torch.dtype | None) -> torch.dtype | None:
-    known = read_dtype(dtype)
-    if known is not None and not known.is_floating_point:
-        raise ValueError(
-            f"{operation}: dtype must be a floating dtype, got {known}. Use load_and_quantize_model to "
-            "quantise weights."
-        )
-    return known
+def _load_options(
+    operation: str,
+    dtype: str | torch.dtype | None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None,
+    keep_in_fp32_modules: Iterable[str] | None,
+    folder: str | os.PathLike[str] | None,
+    strict: bool,
+    is_whole: bool,
+) -> LoadOptions:
+    """Return the options of a load without a map."""
+    general = read_dtype(dtype)
+    special = {name: read_dtype(one) for name, one in (special_dtypes or {}).items()}
+    for known in (general, *special.values()):
+        if known is not None and not known.is_floating_point:
+            raise ValueError(
+                f"{operation}: dtype must be a floating dtype, got {known}. Use load_and_quantize_model to "
+                "quantise weights."
+            )
+    return LoadOptions(
+        dtype=general,
+        special_dtypes=cast("dict[str, torch.dtype]", special),
+        keep_in_fp32=as_names(keep_in_fp32_modules),
+        has_folder=folder is not None,
+        strict=strict,
+        is_whole=is_whole,
+    )
 
 
 def _warn_of_names(checkpoint: OpenedWeights, plan: LoadPlan) -> None:

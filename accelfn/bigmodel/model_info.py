@@ -162,6 +162,23 @@ def read_shape(model: nn.Module, operation: str = "read_shape") -> ModelShape:
     return ModelShape(root=root, ties=ties, no_split_classes=tuple(no_split))
 
 
+def require_values(operation: str, bare: Iterable[str], todo: str) -> None:
+    """Check that there are no tensors on the meta device that would need values.
+
+    Args:
+        operation: The caller's name; empty for none.
+        bare: Names of such tensors.
+        todo: What to do about them.
+
+    Raises:
+        ValueError: There are some.
+    """
+    names = listed(bare)
+    if names:
+        prefix = f"{operation}: " if operation else ""
+        raise ValueError(f"{prefix}{names} are on the meta device and have no values. {todo}")
+
+
 def _named_tensors(module: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield all tensors in planning order, under each name; torch's own iterators skip repeated modules."""
     yield from ((prefix + key, one) for key, one in module._parameters.items() if one is not None)

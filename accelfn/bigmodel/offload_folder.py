@@ -98,12 +98,12 @@ _KEY = "accelfn.converted"
 
 
 def convert(
-    conversions: Sequence[tuple[Stored, torch.dtype]],
     file_ids: Mapping[Path, FileId],
-    folder: str | os.PathLike[str],
-    advance: Callable[[int], None] = lambda _: None,
+    folder: str | os.PathLike[str] | None,
+    advance: Callable[[int], None],
+    steps: Sequence[LoadStep],
 ) -> list[torch.Tensor]:
-    """Write tensors to a folder in other dtypes, and map them.
+    """Write the tensors of steps of a load to a folder in other dtypes, and map them.
 
     Each source file is converted to one file, whose name is a hash of its description: path, size and
     modification time of the source, and offset and dtypes of each tensor. The file also stores the
@@ -112,10 +112,10 @@ def convert(
     Ranks: local. Several ranks may write to the same folder, since files are renamed when they are complete.
 
     Args:
-        conversions: Stored tensors and their new dtypes.
         file_ids: Identities of the source files.
-        folder: Created if it doesn't exist.
+        folder: Created if it doesn't exist. Without one, no step converts.
         advance: Called with the number of bytes that were converted.
+        steps: The steps.
 
     Returns:
         The tensors, in the same order.
@@ -125,30 +125,20 @@ def convert(
         OSError: The folder can't be written to, or is full. No partial file is left.
         ValueError: safetensors doesn't support a dtype.
     """
-    _check_dtypes({source.name: dtype for source, dtype in conversions})
+    _check_dtypes({step.source.name: step.dtype for step in steps})
+    # With an index, since a name is repeated if it is tied or requested in two dtypes.
+    keys = [f"{index}:{step.source.name}" for index, step in enumerate(steps)]
     by_file: dict[Path, dict[str, tuple[Stored, torch.dtype]]] = {}
-    for index, (source, dtype) in enumerate(conversions):
-        # With an index, since a name is repeated if it is tied or requested in two dtypes.
-        by_file.setdefault(source.path, {})[f"{index}:{source.name}"] = (source, dtype)
+    for key, step in zip(keys, steps, strict=True):
+        by_file.setdefault(step.source.path, {})[key] = (step.source, step.dtype)
     tensors: dict[str, torch.Tensor] = {}
     if by_file:
-        with writing_to(folder, "offload_folder") as output:
+        with writing_to(folder or "", "offload_folder") as output:
             for path, some in by_file.items():
                 with opened_unchanged(path, file_ids):
                     pass
                 tensors.update(_convert_file(path, some, file_ids[path], output, advance))
-    return [tensors[f"{index}:{source.name}"] for index, (source, _) in enumerate(conversions)]
-
-
-def converting(
-    file_ids: Mapping[Path, FileId], folder: str | os.PathLike[str] | None, advance: Callable[[int], None]
-) -> Callable[[Sequence[LoadStep]], list[torch.Tensor]]:
-    """Return a function that converts the tensors of steps of a load; without a folder, there are none."""
-
-    def convert_steps(steps: Sequence[LoadStep]) -> list[torch.Tensor]:
-        return convert([(step.source, step.dtype) for step in steps], file_ids, folder or "", advance)
-
-    return convert_steps
+    return [tensors[key] for key in keys]
 
 
 def _convert_file(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.load import apply_plan
+from accelfn.bigmodel.model_info import require_values
 from accelfn.comm import Call, agree, broadcast_object_list, catch
 from accelfn.context import Context, init_context, takes_context
 from accelfn.context.process_group import is_registered
@@ -23,9 +23,10 @@ from accelfn.parallel.strategies.stages import Outline, StageRun, apply_stages, 
 from accelfn.parallel.values import names_on_meta
 from accelfn.tree import count_rows, send_to_device
 from accelfn.weights.assign import read_dtype, refs_of
+from accelfn.weights.load import apply_plan
 from accelfn.weights.match import LoadOptions, LoadPlan, plan_load
 from accelfn.weights.open import open_weights
-from accelfn.weights.places import listed, read_place
+from accelfn.weights.places import read_place
 from accelfn.weights.stored import FileId
 
 _PREPARE = "prepare_pipeline"
@@ -275,14 +276,11 @@ def prepare_pipeline(
             no_split_module_classes=no_split_module_classes,
             last=last,
         )
-        bare = names_on_meta(model)
-        if bare and checkpoint is None:
-            raise ValueError(
-                f"{_PREPARE}: {listed(bare)} are on the meta device and have no values. Pass checkpoint=, "
-                "from which each rank reads its stage."
-            )
-        load = None if checkpoint is None else _plan_stage_load(model, checkpoint, ctx.device, dtype)
-        return planned, load
+        if checkpoint is None:
+            todo = "Pass checkpoint=, from which each rank reads its stage."
+            require_values(_PREPARE, names_on_meta(model), todo)
+            return planned, None
+        return planned, _plan_stage_load(model, checkpoint, ctx.device, dtype)
 
     planned, error = catch(plan)
     description = "" if planned is None else f"{planned[0]!r} {chunks} {gather_output}"

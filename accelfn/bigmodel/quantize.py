@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
@@ -15,13 +16,13 @@ from torch import nn
 
 from accelfn.bigmodel.device_map import DeviceMap, PlanOptions, read_places, resolve_device_map
 from accelfn.bigmodel.dispatch import dispatch_model
-from accelfn.bigmodel.load import apply_plan
-from accelfn.bigmodel.model_info import AnyDtype, CustomDtype
-from accelfn.bigmodel.offload_folder import converting
+from accelfn.bigmodel.model_info import AnyDtype, CustomDtype, require_values
+from accelfn.bigmodel.offload_folder import convert
 from accelfn.bigmodel.quantize_config import BnbQuantizationConfig
 from accelfn.bigmodel.quantize_layers import Quantizer, make_quantizer
 from accelfn.errors import CheckpointMismatchError, Misfit
-from accelfn.weights.assign import named_module_tensors, named_modules
+from accelfn.weights.assign import named_module_tensors, named_modules, refs_of, tied_refs
+from accelfn.weights.load import apply_plan
 from accelfn.weights.match import LoadOptions, LoadStep, has_part, plan_load
 from accelfn.weights.open import OpenedWeights, open_weights
 from accelfn.weights.places import (
@@ -39,19 +40,6 @@ from accelfn.weights.state import require_module
 from accelfn.weights.stored import Stored
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizationPlan:
-    """Which layers are quantised.
-
-    Attributes:
-        layers: Names of the quantised layers, in model order; the first one of a repeated layer.
-        skipped: Names, or parts of names, of the skipped modules.
-    """
-
-    layers: tuple[str, ...]
-    skipped: tuple[str, ...]
-
-
 def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
     """Return the modules that aren't quantised by default: the output layer, and those with tied weights.
 
@@ -64,12 +52,10 @@ def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
     >>> default_skip_modules(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     ('1',)
     """
-    # A repeated module doesn't count as tied to itself.
-    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
-    for name, module in named_modules(model):
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, {})[module] = name
-    tied = [name for sharing in owners.values() if len(sharing) > 1 for name in sharing.values()]
+    # Under one name each, so a repeated module doesn't count as tied to itself.
+    refs = {name: ref for name, ref in refs_of(model) if ref.is_parameter}
+    owners = [dict.fromkeys(name.rpartition(".")[0] for name in names) for names in tied_refs(refs)]
+    tied = [name for sharing in owners if len(sharing) > 1 for name in sharing]
     prefix = cast("object", getattr(model, "base_model_prefix", None))
     is_base = isinstance(prefix, str) and not hasattr(model, prefix)
     last = [] if is_base and not tied else [name for name, _ in model.named_children()][-1:]
@@ -79,7 +65,7 @@ def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
 
 def plan_quantization(
     model: nn.Module, config: BnbQuantizationConfig, unquantized: Iterable[str] = ()
-) -> QuantizationPlan:
+) -> tuple[str, ...]:
     """Choose the layers to quantise: every ``nn.Linear`` that isn't skipped. Pure.
 
     Subclasses of ``nn.Linear`` aren't quantised, since their forward may differ.
@@ -88,6 +74,9 @@ def plan_quantization(
         model: A model on any device, such as meta.
         config: Specifies ``skip_modules``.
         unquantized: Full names of more modules to skip.
+
+    Returns:
+        Names in model order; the first one of a repeated layer.
 
     Raises:
         ValueError: ``skip_modules`` has a name that no module has, or no layer remains.
@@ -101,18 +90,16 @@ def plan_quantization(
             f"load_and_quantize_model: skip_modules has {', '.join(unknown)}, but the model has no such "
             f"module. Its children are {', '.join(name for name, _ in model.named_children()) or 'none'}."
         )
-    full_names = tuple(unquantized)
+    full_names = dict.fromkeys(unquantized, True)
 
     def is_skipped(name: str) -> bool:
-        return has_part(name, skipped) or any(
-            not full_name or f"{name}.".startswith(f"{full_name}.") for full_name in full_names
-        )
+        return has_part(name, skipped) or place_of(name, full_names) is not None
 
     linears: dict[nn.Module, list[str]] = {}
     for name, module in named_modules(model, every_name=True):
         if type(module) is nn.Linear and name:
             linears.setdefault(module, []).append(name)
-    layers = [names[0] for names in linears.values() if not any(is_skipped(name) for name in names)]
+    layers = tuple(names[0] for names in linears.values() if not any(map(is_skipped, names)))
     if not layers:
         placed = (
             f", and {listed(full_names)} are on places where layers can't be quantised" if full_names else ""
@@ -123,7 +110,7 @@ def plan_quantization(
             f"{listed(skipped) or 'nothing'} is skipped{placed}. Pass {remedy}, or load the model without "
             "quantisation."
         )
-    return QuantizationPlan(layers=tuple(layers), skipped=tuple(dict.fromkeys((*skipped, *full_names))))
+    return layers
 
 
 def kept_dtype(name: str, dtype: torch.dtype, config: BnbQuantizationConfig) -> torch.dtype:
@@ -142,9 +129,9 @@ def kept_dtype(name: str, dtype: torch.dtype, config: BnbQuantizationConfig) -> 
 
 
 def _replace_layers(
-    model: nn.Module, plan: QuantizationPlan, quantizer: Quantizer
+    model: nn.Module, layers: Iterable[str], quantizer: Quantizer
 ) -> Iterator[tuple[str, nn.Linear, nn.Linear]]:
-    """Yield each layer of the plan and an empty one, which replaces it when the next one is requested.
+    """Yield each layer and an empty one, which replaces it when the next one is requested.
 
     So the caller fills the new layer first, and the old one is freed before the next one is loaded.
 
@@ -157,7 +144,7 @@ def _replace_layers(
         for key, child in children.items():
             if child is not None:
                 parents.setdefault(child, []).append((parent, key))
-    for name in plan.layers:
+    for name in layers:
         old = cast("nn.Linear", model.get_submodule(name))
         new = quantizer.make(old)
         yield name, old, new
@@ -168,17 +155,17 @@ def _replace_layers(
 def _quantize_in_place(
     model: nn.Module,
     config: BnbQuantizationConfig,
-    plan: QuantizationPlan,
+    layers: Iterable[str],
     quantizer: Quantizer,
-    device_of: Callable[[str], torch.device],
+    places: Mapping[str, Place],
 ) -> None:
     """Quantise the layers of a model that has its values, and cast its other tensors in place.
 
     Parameters stay the same objects, except quantised weights.
     """
     weights: set[int] = set()
-    for name, old, new in _replace_layers(model, plan, quantizer):
-        quantizer.fill(new, old.weight, device_of(name))
+    for name, old, new in _replace_layers(model, layers, quantizer):
+        quantizer.fill(new, old.weight, _device_of(name, places))
         weights.add(id(new.weight))
     _trim_memory()
     with torch.no_grad():
@@ -258,28 +245,25 @@ def load_and_quantize_model(
     """
     config = _check(model, bnb_quantization_config)
     quantizer = make_quantizer(config)
-    bare = [name for name, tensor in _saved_tensors(model) if tensor.is_meta]
-    if bare and weights_location is None:
-        raise ValueError(
-            f"{_LOAD}: {listed(bare)} are on the meta device and have no values. Pass weights_location, the "
-            "checkpoint to load."
-        )
+    if weights_location is None:
+        bare = [name for name, tensor in _saved_tensors(model) if tensor.is_meta]
+        require_values(_LOAD, bare, "Pass weights_location, the checkpoint to load.")
     places = _places(model, config, quantizer, device_map, no_split_module_classes, max_memory)
-    plan = plan_quantization(model, config, _unquantized(model, places, quantizer))
+    layers = plan_quantization(model, config, _unquantized(model, places, quantizer))
     if weights_location is not None:
-        _load(model, config, plan, quantizer, places, weights_location, offload_folder)
+        _load(model, config, layers, quantizer, places, weights_location, offload_folder)
     else:
         if "disk" in places.values() and offload_folder is None:
             raise ValueError(
                 f"{_LOAD}: device_map puts modules on the disk that are in memory. Pass offload_folder, "
                 "where they are written, or weights_location, where they are used in place."
             )
-        _quantize_in_place(model, config, plan, quantizer, lambda name: _device_of(name, places))
+        _quantize_in_place(model, config, layers, quantizer, places)
     flags = cast("Any", model)
     flags.is_loaded_in_8bit, flags.is_loaded_in_4bit = config.bits == 8, config.bits == 4
     dispatch_model(model, cast("Mapping[str, PlaceLike]", places), offload_dir=offload_folder)
     if any(map(is_accelerator, places.values())):
-        for name in plan.layers:
+        for name in layers:
             if place_of(name, places) == "cpu":
                 quantizer.prepare_offload(cast("nn.Linear", model.get_submodule(name)))
     return model
@@ -315,7 +299,7 @@ def _places(
         name: kept_dtype(name, tensor.dtype, config) for name, tensor in _saved_tensors(model)
     }
     packed = torch.int8 if config.bits == 8 else CustomDtype.INT4
-    dtypes.update({f"{name}.weight": packed for name in plan_quantization(model, config).layers})
+    dtypes.update({f"{name}.weight": packed for name in plan_quantization(model, config)})
     options = PlanOptions(no_split_module_classes=no_split_module_classes, special_dtypes=dtypes)
     places = read_places(resolve_device_map(model, device_map, max_memory, options))
     elsewhere = [name for name, place in places.items() if not is_accelerator(place)]
@@ -353,13 +337,13 @@ def _unquantized(model: nn.Module, places: Mapping[str, Place], quantizer: Quant
 def _load(
     model: nn.Module,
     config: BnbQuantizationConfig,
-    plan: QuantizationPlan,
+    layers: Collection[str],
     quantizer: Quantizer,
     places: Mapping[str, Place],
     weights_location: str | os.PathLike[str],
     offload_folder: str | os.PathLike[str] | None,
 ) -> None:
-    opened, saved = _without_saved(open_weights(weights_location), model, plan, quantizer)
+    opened, saved = _without_saved(open_weights(weights_location), model, layers, quantizer)
     options = LoadOptions(
         places=places,
         special_dtypes={
@@ -368,13 +352,13 @@ def _load(
         has_folder=offload_folder is not None,
     )
     steps = plan_load(_LOAD, model, opened, options)
-    owners = {model.get_submodule(name): name for name in plan.layers}
+    owners = {model.get_submodule(name): name for name in layers}
     # A weight that is tied to another module's is loaded with the rest, and then quantised.
-    layers: dict[str, LoadStep] = {}
+    own: dict[str, LoadStep] = {}
     rest: list[LoadStep] = []
     for step in steps.steps:
         if all(ref.owner in owners and ref.key == "weight" for ref in step.target.refs):
-            layers.update((owners[ref.owner], step) for ref in step.target.refs)
+            own.update((owners[ref.owner], step) for ref in step.target.refs)
         else:
             rest.append(step)
     with progress_bar("quantize", steps.num_bytes, None) as advance:
@@ -382,24 +366,22 @@ def _load(
             model,
             steps._replace(steps=tuple(rest)),
             opened.file_ids,
-            convert=converting(opened.file_ids, offload_folder, advance),
+            convert=partial(convert, opened.file_ids, offload_folder, advance),
             advance=advance,
         )
-        for name, old, new in _replace_layers(model, plan, quantizer):
+        for name, old, new in _replace_layers(model, layers, quantizer):
             device = _device_of(name, places)
-            if name not in layers:
+            if name not in own:
                 quantizer.fill(new, old.weight, device)
                 continue
-            step = layers[name]
+            step = own[name]
             if name in saved:
-                parts = saved[name]
-                tensors = {
-                    key: torch.empty(stored.shape, dtype=stored.dtype) for key, stored in parts.items()
+                parts = {
+                    key: Reading(stored, torch.empty(stored.shape, dtype=stored.dtype))
+                    for key, stored in saved[name].items()
                 }
-                read_tensors(
-                    [Reading(stored, tensors[key]) for key, stored in parts.items()], opened.file_ids
-                )
-                quantizer.restore(new, tensors, device)
+                read_tensors([*parts.values()], opened.file_ids)
+                quantizer.restore(new, {key: part.target for key, part in parts.items()}, device)
             else:
                 weight = torch.empty(step.target.tensor.shape, dtype=step.dtype, device=device)
                 read_tensors([Reading(step.source, weight)], opened.file_ids)
@@ -410,7 +392,7 @@ def _load(
 
 
 def _without_saved(
-    opened: OpenedWeights, model: nn.Module, plan: QuantizationPlan, quantizer: Quantizer
+    opened: OpenedWeights, model: nn.Module, layers: Iterable[str], quantizer: Quantizer
 ) -> tuple[OpenedWeights, dict[str, dict[str, Stored]]]:
     """Separate the tensors of saved quantised layers, and present their weights as unquantised.
 
@@ -419,21 +401,21 @@ def _without_saved(
     Raises:
         CheckpointMismatchError: Layers were quantised in another way.
     """
-    layers = {name: cast("nn.Linear", model.get_submodule(name)) for name in plan.layers}
+    linears = {name: cast("nn.Linear", model.get_submodule(name)) for name in layers}
     tensors = dict(opened.tensors)
     saved: dict[str, dict[str, Stored]] = {}
     for name in opened.tensors:
         components = name.split(".")
         for count in range(1, len(components)):
             layer, rest = ".".join(components[:count]), ".".join(components[count:])
-            if layer in layers and rest not in ("weight", "bias") and quantizer.is_part(rest):
+            if layer in linears and rest not in ("weight", "bias") and quantizer.is_part(rest):
                 saved.setdefault(layer, {})[rest] = tensors.pop(name)
     rows: list[Misfit] = []
     for name, parts in saved.items():
         key = f"{name}.weight"
         if key in tensors:
             parts["weight"] = tensors[key]
-            like = layers[name].weight
+            like = linears[name].weight
             tensors[key] = tensors[key]._replace(dtype=like.dtype, shape=tuple(like.shape), elements=None)
         why = quantizer.mismatch({part: stored.dtype for part, stored in parts.items()})
         if why is not None:

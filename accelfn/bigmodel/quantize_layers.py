@@ -21,11 +21,15 @@ class Quantizer:
     Attributes:
         can_offload: Whether a quantised weight can be stored in host memory and used on an accelerator.
         saved_parts: Names of the tensors of a quantised layer in a state dict, beside its weight and bias; a
-            name that ends in ``"*"`` is a prefix. Empty if quantised layers can't be loaded.
+            name that ends in ``"*"`` is a prefix.
     """
 
-    can_offload: bool = False
-    saved_parts: tuple[str, ...] = ()
+    can_offload: bool
+    saved_parts: tuple[str, ...]
+
+    def __init__(self, bitsandbytes: Any, config: BnbQuantizationConfig) -> None:
+        self._bnb = bitsandbytes
+        self._config = config
 
     def make(self, layer: nn.Linear) -> nn.Linear:
         """Return the quantised layer that replaces ``layer``, on the meta device."""
@@ -44,7 +48,7 @@ class Quantizer:
         Args:
             parts: Dtypes by name, of ``"weight"`` and its parts.
         """
-        return f"has {', '.join(parts)}"
+        raise NotImplementedError
 
     def restore(self, layer: nn.Linear, saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
         """Load the tensors of a saved layer into a layer from :meth:`make`, on a device."""
@@ -57,13 +61,10 @@ class Quantizer:
         )
 
 
-def _has_bias(layer: nn.Linear) -> bool:
-    """Check whether a layer has a bias."""
-    return cast("object", layer.bias) is not None
-
-
-def _copy_state(layer: nn.Linear, new: nn.Linear) -> nn.Linear:
-    """Copy the bias, training mode and hooks of ``layer`` to ``new``, and return ``new``."""
+def _empty(kind: Any, layer: nn.Linear, **options: Any) -> nn.Linear:
+    """Return a layer of a class with the bias, training mode and hooks of another, and without a weight."""
+    has_bias = cast("object", layer.bias) is not None
+    new = kind(layer.in_features, layer.out_features, bias=has_bias, device="meta", **options)
     new.bias = layer.bias
     new.training = layer.training
     for name, value in vars(layer).items():
@@ -107,13 +108,9 @@ class _Bnb8bit(Quantizer):
     can_offload = True
     saved_parts = ("SCB", "weight_format")
 
-    def __init__(self, bitsandbytes: Any, config: BnbQuantizationConfig) -> None:
-        self._bnb = bitsandbytes
-        self._threshold = config.llm_int8_threshold
-
     def make(self, layer: nn.Linear) -> nn.Linear:
-        kind = self._bnb.nn.Linear8bitLt
-        return _copy_state(layer, _empty(kind, layer, has_fp16_weights=False, threshold=self._threshold))
+        threshold = self._config.llm_int8_threshold
+        return _empty(self._bnb.nn.Linear8bitLt, layer, has_fp16_weights=False, threshold=threshold)
 
     def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
         # Int8Params itself only quantises when it is moved from the CPU.
@@ -152,30 +149,32 @@ class _ReturnState:
             state.CB = state.SCB = None
 
 
-class _Bnb4bit(Quantizer):  # can't be offloaded, since the packing depends on the device
+class _Bnb4bit(Quantizer):
+    can_offload = False  # since the packing depends on the device
     saved_parts = ("weight.*",)
 
-    def __init__(self, bitsandbytes: Any, config: BnbQuantizationConfig) -> None:
-        self._bnb = bitsandbytes
-        self._computed = cast("torch.dtype", config.bnb_4bit_compute_dtype)
-        self._kind = config.bnb_4bit_quant_type
-        self._options: dict[str, Any] = {
+    @property
+    def _options(self) -> dict[str, Any]:
+        config = self._config
+        return {
             "compress_statistics": config.bnb_4bit_use_double_quant,
-            "quant_type": self._kind,
+            "quant_type": config.bnb_4bit_quant_type,
         }
 
     def make(self, layer: nn.Linear) -> nn.Linear:
-        new: Any = _empty(self._bnb.nn.Linear4bit, layer, compute_dtype=self._computed, **self._options)
+        compute_dtype = self._config.bnb_4bit_compute_dtype
+        new: Any = _empty(self._bnb.nn.Linear4bit, layer, compute_dtype=compute_dtype, **self._options)
         # On CPUs with AVX512-BF16 the first forward in evaluation mode would repack the weights, for a kernel
         # that rounds the scales, only supports multiples of 32 and 64, and has no backward: gradients would
         # be dropped without an error.
         new.support_avx512bf16_for_cpu = False
-        return _copy_state(layer, new)
+        return new
 
     def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
         options = {"blocksize": _BLOCK, **self._options}
+        compute_dtype = cast("torch.dtype", self._config.bnb_4bit_compute_dtype)
         data, state = self._bnb.functional.quantize_4bit(
-            weight.detach().to(device, self._computed).contiguous(), **options
+            weight.detach().to(device, compute_dtype).contiguous(), **options
         )
         layer.weight = self._bnb.nn.Params4bit(
             data, requires_grad=False, quant_state=state, bnb_quantized=True, **options
@@ -189,13 +188,9 @@ class _Bnb4bit(Quantizer):  # can't be offloaded, since the packing depends on t
         cast("Any", layer).quant_state = weight.quant_state
 
     def mismatch(self, parts: Mapping[str, torch.dtype]) -> str | None:
-        if not {"weight", "weight.absmax", f"weight.quant_state.bitsandbytes__{self._kind}"} <= parts.keys():
-            return f"isn't {self._kind} (bnb_4bit_quant_type), but has {', '.join(sorted(parts))}"
-        nested = self._options["compress_statistics"]
+        kind, nested = self._config.bnb_4bit_quant_type, self._config.bnb_4bit_use_double_quant
+        if not {"weight", "weight.absmax", f"weight.quant_state.bitsandbytes__{kind}"} <= parts.keys():
+            return f"isn't {kind} (bnb_4bit_quant_type), but has {', '.join(sorted(parts))}"
         if (parts["weight.absmax"] == torch.uint8) != nested:
             return f"wasn't saved with bnb_4bit_use_double_quant={nested}"
         return None
-
-
-def _empty(kind: Any, layer: nn.Linear, **options: Any) -> nn.Linear:
-    return kind(layer.in_features, layer.out_features, bias=_has_bias(layer), device="meta", **options)

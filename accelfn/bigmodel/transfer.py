@@ -158,10 +158,6 @@ def release_pages(tensors: Sequence[torch.Tensor]) -> None:
         drop_pages(mapped)
 
 
-def _ignore(tensors: Sequence[torch.Tensor]) -> None:
-    """Do nothing: the memory on the device is freed with the last reference to it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The transfer backend of a device.
@@ -170,14 +166,15 @@ class Link:
         device: Where tensors are used.
         begin: Starts to transfer a block's tensors in the given layout, and returns a function that waits for
             the end. Called by one thread at a time.
-        release: Called with the stored tensors when the block isn't needed any more.
+        release: Called with the stored tensors when the block isn't needed any more. The memory on the device
+            is freed with the last reference to it.
         in_place: Whether tensors are used where they are stored; ``begin`` then only reads them ahead.
         needs_pinned: Whether transfers are faster from pinned memory.
     """
 
     device: torch.device
     begin: Callable[[Sequence[torch.Tensor], Packing], Arrival]
-    release: Callable[[Sequence[torch.Tensor]], None] = _ignore
+    release: Callable[[Sequence[torch.Tensor]], None] = lambda _: None
     in_place: bool = False
     needs_pinned: bool = False
 

@@ -281,6 +281,19 @@ def test_values_may_come_from_a_state_dict() -> None:
     assert isinstance(bare[0].weight, nn.Parameter)
 
 
+def test_buffers_of_weights_on_the_host_have_the_values_of_the_state_dict() -> None:
+    """They stay on the device, and what is written to them there doesn't reach the caller's values."""
+    plain: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+    plain(inputs() * 3 + 1)
+    given = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    model: Any = cpu_offload(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), "cpu:0", state_dict=given
+    )
+    assert torch.equal(plain.eval()(inputs()), model.eval()(inputs()))
+    model.train()(inputs())
+    assert same(given, plain.state_dict())
+
+
 @pytest.mark.parametrize("how", ["disk_offload", "offload_dir", "both", "offload_index"])
 def test_a_model_without_values_gets_them_from_a_folder_of_accelerate(how: str, tmp_path: Path) -> None:
     plain: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
