@@ -183,8 +183,7 @@ def kill_while_saving(
             part=chance.uniform(0.0, 1.1),
             watching=watching,
         )
-        before = listing(folder)
-        left = {name for name in tops(before) if f"{name}/manifest.json" not in before}
+        left = _unnamed(folder)
         committed, seconds = _run_and_kill(folder, trial, times)
         report.kills += 1
         report.saves += len(committed)
@@ -206,33 +205,39 @@ def kill_while_saving(
     return report
 
 
-def _phase(folder: Path, left: set[str]) -> str:
-    """Return where the save was that was killed, beside directories that were left by earlier ones."""
+def _phase(folder: Path, left: Mapping[str, Status]) -> str:
+    """Return where the save was that was killed, beside what was ``left`` by earlier ones."""
     there = listing(folder)
-    steps = sorted(tops(there), key=_number)
-    new = [name for name in steps if name not in left or name == steps[-1]]
-    return PHASES[max((_phase_of(folder / name, there, name == steps[-1]) for name in new), default=0)]
+    unnamed = {name: one for name, one in _unnamed(folder).items() if name not in left}
+    steps = sorted({name.partition("/")[0] for name in there}, key=_number)
+    return PHASES[max((_phase_of(step, there, unnamed, step == steps[-1]) for step in steps), default=0)]
 
 
 def _number(name: str) -> int:
     return 0 if name == _LAST else int(name.rpartition("-")[2])
 
 
-def _phase_of(at: Path, there: Mapping[str, Status], is_newest: bool) -> int:
-    files = {name.partition("/")[2]: one for name, one in there.items() if name.startswith(f"{at.name}/")}
-    manifest = files.pop("manifest.json", None)
+def _phase_of(step: str, there: Mapping[str, Status], unnamed: Mapping[str, Status], is_newest: bool) -> int:
+    manifest = there.get(f"{step}/manifest.json")
+    files = {name: one for name, one in unnamed.items() if name.startswith(f"{step}/")}
     if manifest is None and not is_newest:
-        return 4
-    named: set[str] = set()
-    if manifest is not None:
-        with open_binary(at / "manifest.json") as file:
-            named = set(json.loads(file.read().partition(b"\n")[0])["files"])
-    unnamed = {name: one for name, one in files.items() if name not in named}
-    if any(name.startswith("manifest-") for name in unnamed):
+        return 4 if files else 0
+    if any(name.startswith(f"{step}/manifest-") for name in files):
         return 2
-    if manifest is None or any(one.modified_s > manifest.modified_s for one in unnamed.values()):
+    if any(manifest is None or one.modified_s > manifest.modified_s for one in files.values()):
         return 1
-    return 3 if unnamed else 0
+    return 3 if files else 0
+
+
+def _unnamed(folder: Path) -> dict[str, Status]:
+    """Return the files that no manifest names, by path."""
+    there = listing(folder)
+    named: set[str] = set()
+    for manifest in [name for name in there if name.endswith("/manifest.json")]:
+        with open_binary(folder / manifest) as file:
+            files: list[str] = json.loads(file.read().partition(b"\n")[0])["files"]
+        named |= {manifest, *(manifest.replace("manifest.json", name) for name in files)}
+    return {name: one for name, one in there.items() if one.kind == "file" and name not in named}
 
 
 def listing(folder: Path) -> dict[str, Status]:
@@ -241,11 +246,6 @@ def listing(folder: Path) -> dict[str, Status]:
         return dict(walk(disk_at(folder), str(folder)))
     except FileNotFoundError:  # nothing was saved to a store yet
         return {}
-
-
-def tops(there: Mapping[str, Status]) -> set[str]:
-    """Return the directories of a listing."""
-    return {name.partition("/")[0] for name in there}
 
 
 def _newest(folder: Path, acknowledged: int, program: Program) -> int | str:

@@ -61,8 +61,7 @@ def tree(step: int, size: int = 500) -> dict[str, Any]:
 
 
 def save(place: str | os.PathLike[str], step: int, **options: Any) -> Any:
-    saved: Any = af.save_state(Context(), place, tree(step), step=step, **options)
-    return saved
+    return cast("Any", af.save_state(Context(), place, tree(step), step=step, **options))
 
 
 def loaded(place: str | os.PathLike[str]) -> int | None:
