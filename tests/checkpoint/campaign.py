@@ -372,6 +372,8 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
 
     def be_rank(ctx: Context) -> None:
         run = None if trial.program.state == "whole" else _Run(ctx)
+        if is_address(folder):
+            listing(folder)  # so that the client is connected
         _Message("b", ctx.rank, os.getpid(), time.monotonic()).sent(writer)
         saves = changes = 0
 
