@@ -49,11 +49,14 @@ def _join(documents: Sequence[Json], numbers: Sequence[int]) -> Json:
         elif len(set(map(repr, documents))) == 1:  # not by ==, because 0.0 == -0.0
             return first
     texts = [json.dumps(document) for document in documents]
-    distinct = list(dict.fromkeys(texts))
+    distinct: dict[str, Json] = {}
+    for text, document in zip(texts, documents, strict=True):
+        distinct.setdefault(text, document)
+    places = {text: place for place, text in enumerate(distinct)}
     return {
         "$": "by_rank",
-        "values": [documents[texts.index(text)] for text in distinct],
-        "of": [distinct.index(texts[number]) for number in numbers],
+        "values": [*distinct.values()],
+        "of": [places[texts[number]] for number in numbers],
     }
 
 
