@@ -217,9 +217,12 @@ def _form(
     """
     lead = _Lead(board, me, generation)
     joined: dict[int, list[Member]] = {}
+    roster: Roster | None = None
 
     def is_over() -> bool:
-        return board.read(_key(generation)) is not None or board.read(OVER) is not None
+        nonlocal roster
+        roster = roster or _roster_of(board, generation)
+        return roster is not None or board.read(OVER) is not None
 
     def arrivals() -> Arrivals:
         lost = lead.lost()
@@ -272,7 +275,7 @@ def _form(
                 f"{waiting.min_processes}. Start the program again, allow more replacements with "
                 "--max_restarts, or lower min_processes."
             )
-    return _roster_of(board, generation)
+    return roster
 
 
 class _Lead:
