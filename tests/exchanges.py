@@ -60,8 +60,8 @@ class Exchanges:
 
         def other(name: str) -> Callable[..., Any]:
             def counted(*arguments: Any) -> Any:
-                for one in arguments[:1]:
-                    self._count(one)
+                is_heard = name == "broadcast" and arguments[1] != ctx.rank
+                self._count(arguments[0][:0] if is_heard else arguments[0])
                 return getattr(seam, name)(*arguments)
 
             return counted
