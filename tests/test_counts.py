@@ -16,6 +16,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -417,6 +418,26 @@ def test_calls_of_a_plan_for_a_tensor_do_not_grow_with_the_ranks() -> None:
     small, large = (calls_of_a_plan(60, size) - calls_of_a_plan(20, size) for size in (8, 64))
     print(f"a plan: {small / 40:.0f} calls for each tensor on 8 ranks, {large / 40:.0f} on 64")
     assert large <= small <= 8 * 40
+
+
+def memory_of_a_plan(num_tensors: int, size: int) -> int:
+    """Return the bytes of Python's objects at the peak, where each rank has random states of its own too."""
+    held = {f"layer.{number}.weight": Held("float32", (4,), 4) for number in range(num_tensors)}
+    randoms = [
+        Group((rank,), {"random": Held("uint8", (4,), 1, content=f"{rank}")}, [()]) for rank in range(size)
+    ]
+    group = Group(range(size), held, [() for _ in range(size)])
+    tracemalloc.start()
+    plan_save(size, [group, *randoms])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return peak
+
+
+def test_memory_of_a_plan_for_a_tensor_does_not_grow_with_the_ranks() -> None:
+    small, large = (memory_of_a_plan(600, size) - memory_of_a_plan(200, size) for size in (8, 64))
+    print(f"a plan: {small / 400:.0f} bytes for each tensor on 8 ranks, {large / 400:.0f} on 64")
+    assert large <= 1.1 * small
 
 
 def size_of_manifest(num_layers: int, size: int, folder: Path) -> int:

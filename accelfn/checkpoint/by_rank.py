@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from accelfn.checkpoint.document.nodes import LEAVES
 from accelfn.checkpoint.manifest import Json, Manifest
@@ -27,16 +27,19 @@ def join_documents(documents: Sequence[Json]) -> Json:
     >>> join_documents([{"a": 1, "b": 2}, {"a": 1, "b": 3}])
     {'a': 1, 'b': {'$': 'by_rank', 'values': [2, 3], 'of': [0, 1]}}
     """
-    distinct = {id(document): document for document in documents}  # ranks may share one
-    numbers = {key: number for number, key in enumerate(distinct)}
-    return _join([*distinct.values()], [numbers[id(document)] for document in documents])
+    return _join(documents, range(len(documents)))
 
 
 def _join(documents: Sequence[Json], numbers: Sequence[int]) -> Json:
-    """Join different documents, whose number each rank has."""
+    """Join documents, whose number each rank has. Several may be one object."""
+    shared = {id(document): document for document in documents}
     first = documents[0]
-    if len(documents) == 1:
+    if len(shared) == 1:
         return first
+    if len(shared) < len(documents):
+        places = {key: place for place, key in enumerate(shared)}
+        numbers = [places[id(documents[number])] for number in numbers]
+        documents = [*shared.values()]
     if len(set(map(type, documents))) == 1:
         if isinstance(first, dict):
             dicts = cast("Sequence[dict[str, Json]]", documents)
@@ -49,12 +52,57 @@ def _join(documents: Sequence[Json], numbers: Sequence[int]) -> Json:
         elif len(set(map(repr, documents))) == 1:  # not by ==, because 0.0 == -0.0
             return first
     texts = [json.dumps(document) for document in documents]
-    distinct = list(dict.fromkeys(texts))
+    distinct: dict[str, Json] = {}
+    for text, document in zip(texts, documents, strict=True):
+        distinct.setdefault(text, document)
+    places = {text: place for place, text in enumerate(distinct)}
     return {
         "$": "by_rank",
-        "values": [documents[texts.index(text)] for text in distinct],
-        "of": [distinct.index(texts[number]) for number in numbers],
+        "values": [*distinct.values()],
+        "of": [places[texts[number]] for number in numbers],
     }
+
+
+Difference: TypeAlias = "tuple[list[str | int], Json]"
+"""A place in a document, as keys and indices, and what is there."""
+
+
+def differences(base: Json, other: Json) -> list[Difference]:
+    """Return where a document differs from another one, and how. Pure.
+
+    >>> differences({"a": [1, 2], "b": 3}, {"a": [1, 4], "b": 3})
+    [(['a', 1], 4)]
+    """
+    if type(base) is type(other):
+        pairs: list[tuple[str | int, Json, Json]] | None = None
+        if isinstance(base, dict) and isinstance(other, dict) and [*base] == [*other]:
+            pairs = [(key, base[key], other[key]) for key in base]
+        elif isinstance(base, list) and isinstance(other, list) and len(base) == len(other):
+            pairs = [(index, *pair) for index, pair in enumerate(zip(base, other, strict=True))]
+        if pairs is not None:
+            return [([key, *path], node) for key, *pair in pairs for path, node in differences(*pair)]
+        if repr(base) == repr(other):  # as of _join
+            return []
+    return [([], other)]
+
+
+def changed(base: Json, found: Sequence[Difference]) -> Json:
+    """Return the document that differs so; it shares all other parts with ``base``. Pure.
+
+    >>> changed({"a": [1, 2], "b": 3}, [(["a", 1], 4)])
+    {'a': [1, 4], 'b': 3}
+    """
+    for path, node in found:
+        base = _put(base, path, node)
+    return base
+
+
+def _put(document: Any, path: Sequence[str | int], node: Json) -> Json:
+    if not path:
+        return node
+    copy = document.copy()
+    copy[path[0]] = _put(document[path[0]], path[1:], node)
+    return copy
 
 
 def document_of(document: Json, rank: int) -> Json:

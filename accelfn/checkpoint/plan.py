@@ -155,13 +155,12 @@ def find_holders(groups: Sequence[Group]) -> tuple[dict[str, Version], list[dict
     """
     versions: dict[str, Version] = {}
     names: list[dict[str, str]] = [{} for _ in groups]
-    by_name: dict[str, list[Held | None]] = {}
+    # Only of those groups that have the tensor: each rank's random states are a group too.
+    by_name: dict[str, list[tuple[int, Held]]] = {}
     for number, group in enumerate(groups):
         for name, one in group.held.items():
-            if name not in by_name:
-                by_name[name] = [None] * len(groups)
-            by_name[name][number] = one
-    known: dict[tuple[Held | None, ...], list[_Found]] = {}
+            by_name.setdefault(name, []).append((number, one))
+    known: dict[tuple[tuple[int, Held], ...], list[_Found]] = {}
     together: dict[tuple[int, ...], Sequence[int]] = {
         (number,): group.ranks for number, group in enumerate(groups)
     }
@@ -169,7 +168,7 @@ def find_holders(groups: Sequence[Group]) -> tuple[dict[str, Version], list[dict
         key = tuple(by_group)
         found = known.get(key)
         if found is None:
-            found = known[key] = _versions_of(name, key, groups, together)
+            found = known[key] = _versions_of(name, dict(key), groups, together)
         for place, (numbers, whole, holders) in enumerate(found):
             lowest = min(groups[number].ranks[0] for number in numbers)
             stored = f"{name}@{lowest}" if place else name
@@ -187,18 +186,17 @@ _Found: TypeAlias = "tuple[list[int], Held, Mapping[Box | None, Sequence[int]]]"
 
 def _versions_of(
     name: str,
-    by_group: Sequence[Held | None],
+    by_group: Mapping[int, Held],
     groups: Sequence[Group],
     together: dict[tuple[int, ...], Sequence[int]],
 ) -> list[_Found]:
-    """Return the versions of a tensor, from what each group holds of it."""
+    """Return the versions of a tensor, from what groups hold of it, by their numbers."""
     alike: dict[Held, list[int]] = {}
-    for number, one in enumerate(by_group):
-        if one is not None:
-            alike.setdefault(one._replace(layout=None), []).append(number)
+    for number, one in by_group.items():
+        alike.setdefault(one._replace(layout=None), []).append(number)
     found: list[_Found] = []
     for whole, numbers in alike.items():
-        is_cut = {cast("Held", by_group[number]).layout is not None for number in numbers}
+        is_cut = {by_group[number].layout is not None for number in numbers}
         if len(is_cut) > 1 or (found and (True in is_cut or found[0][1].content == "")):
             _refuse(name, groups[numbers[-1]].ranks[0], whole, next(iter(alike)))
         if True not in is_cut:
@@ -209,7 +207,7 @@ def _versions_of(
             continue
         holders: dict[Box, list[int]] = {}
         for number in numbers:
-            group, layout = groups[number], cast("int", cast("Held", by_group[number]).layout)
+            group, layout = groups[number], cast("int", by_group[number].layout)
             for rank, boxes in zip(group.ranks, group.boxes, strict=True):
                 for box in boxes[layout]:
                     holders.setdefault(box, []).append(rank)

@@ -22,7 +22,7 @@ from accelfn.checkpoint.background import (
     finish_background,
     paused_collection,
 )
-from accelfn.checkpoint.by_rank import join_documents, renamed
+from accelfn.checkpoint.by_rank import changed, differences, join_documents, renamed
 from accelfn.checkpoint.collect import (
     collect_state,
     contents,
@@ -416,18 +416,20 @@ def _agree_on(
     texts = phases.gather(f"begin {json.dumps(shown)}", json.dumps(summary), error)
     assert own is not None  # otherwise gather has raised
     ranks = [json.loads(text) for text in texts]
-    groups, trees, replicated = _group_ranks(phases, own, details, ranks)
+    groups, replicated = _group_ranks(phases, own, details, ranks)
+    trees = _trees(phases, own, ranks)
     if not options.allow_drift and ctx.guard.check_replicas_before_saving:
         _refuse_drift(ctx, own, groups, replicated)
     _refuse_different_copies(phases, own, ranks, groups)
     randoms = [Group((rank,), parse_held(one["random_held"]), ((),)) for rank, one in enumerate(ranks)]
     plan = plan_save(world.size, [*groups, *randoms])
     tree_names, random_names_of = plan.names[: len(groups)], plan.names[len(groups) :]
-    trees = [renamed(tree, names) for tree, names in zip(trees, tree_names, strict=True)]
     by_rank: list[Json] = [None] * world.size
-    for group, tree in zip(groups, trees, strict=True):
+    for group, names in zip(groups, tree_names, strict=True):
+        known = {id(trees[rank]): trees[rank] for rank in group.ranks}
+        known = {number: renamed(tree, names) for number, tree in known.items()}
         for rank in group.ranks:
-            by_rank[rank] = tree
+            by_rank[rank] = known[id(trees[rank])]
     if own.staged and ctx.mesh is not None:
         mesh = ctx.mesh.plan
         stages = sorted({mesh.group(rank, "pp") for rank in range(world.size)})
@@ -463,12 +465,13 @@ def _summarise(own: _RankState) -> tuple[dict[str, Any], str]:
 
     The first doesn't grow with the tensors: it has parts and digests by layout.
     """
-    details = json.dumps({"tree": own.tree, "held": own.held, "replicated": sorted(own.replicated)})
+    details = json.dumps({"held": own.held, "replicated": sorted(own.replicated)})
     names: dict[int | None, list[str]] = {}
     for name in own.copies:
         names.setdefault(own.held[name].layout, []).append(name)
     summary = {
         "details": hashlib.sha256(details.encode()).hexdigest(),
+        "tree": _digest([json.dumps(own.tree)]),
         "boxes": own.boxes,
         "random": own.random,
         "random_held": own.random_held,
@@ -487,8 +490,8 @@ def _digest(texts: Sequence[str]) -> str:
 
 def _group_ranks(
     phases: CollectivePhases, own: _RankState, details: str, ranks: Sequence[Any]
-) -> tuple[list[Group], list[Json], list[Sequence[str]]]:
-    """Return the groups of ranks that hold the same; of each the tree, and which tensors must be equal.
+) -> tuple[list[Group], list[Sequence[str]]]:
+    """Return the groups of ranks that hold the same; and of each which tensors must be equal.
 
     Args:
         phases: Of the save.
@@ -506,16 +509,34 @@ def _group_ranks(
         return Group(tuple(numbers), held, [boxes[rank] for rank in numbers])
 
     if len(members) == 1:
-        return [group(members[0], own.held)], [own.tree], [sorted(own.replicated)]
+        return [group(members[0], own.held)], [sorted(own.replicated)]
     # Only the first rank of each group, such as of copies of a stage, sends its details.
     is_first = any(numbers[0] == phases.ctx.rank for numbers in members)
     texts = phases.gather("details", details if is_first else "")
     parsed = [json.loads(texts[numbers[0]]) for numbers in members]
     return (
         [group(numbers, parse_held(one["held"])) for numbers, one in zip(members, parsed, strict=True)],
-        [one["tree"] for one in parsed],
         [one["replicated"] for one in parsed],
     )
+
+
+def _trees(phases: CollectivePhases, own: _RankState, ranks: Sequence[Any]) -> list[Json]:
+    """Return the documents of the ranks' trees, which share their equal parts.
+
+    A rank that has another one than the first sends only what differs, such as a number of its own.
+    """
+    digests = [one["tree"] for one in ranks]
+    if len(set(digests)) == 1:
+        return [own.tree] * len(ranks)
+    rank = phases.ctx.rank
+    base = json.loads(phases.gather("tree", "" if rank else json.dumps(own.tree))[0])
+    firsts: dict[str, int] = {}
+    for number, digest in enumerate(digests):
+        firsts.setdefault(digest, number)
+    is_first = firsts[digests[rank]] == rank
+    texts = phases.gather("differences", json.dumps(differences(base, own.tree)) if is_first else "")
+    trees = {digest: changed(base, json.loads(texts[first])) for digest, first in firsts.items()}
+    return [trees[digest] for digest in digests]
 
 
 def _refuse_drift(

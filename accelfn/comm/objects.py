@@ -115,10 +115,19 @@ def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None 
     lengths = [_LENGTH.unpack(as_bytes(row, _LENGTH.size))[0] for row in rows]
     heads = [as_bytes(row[_LENGTH.size :]) for row in rows]
     rest = [max(0, length - first) for length in lengths]
-    if not any(rest):
+    senders = [rank for rank, length in enumerate(rest) if length]
+    if not senders:
         return heads
-    tails = gather_known(ctx, blob[first:], rest)
-    return [head + tail for head, tail in zip(heads, tails, strict=True)]
+    if 2 * len(senders) > len(rest):
+        tails = gather_known(ctx, blob[first:], rest)
+        return [head + tail for head, tail in zip(heads, tails, strict=True)]
+    for rank in senders:  # in a gather, all others would send as many bytes of padding
+        tail = as_tensor(blob[first:])
+        if rank != ctx.rank:
+            tail = torch.empty(rest[rank], dtype=torch.uint8, device="cpu")
+        ctx.collectives.broadcast(tail, rank)
+        heads[rank] += as_bytes(tail)
+    return heads
 
 
 def broadcast_bytes(

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed's are untyped
@@ -39,22 +40,21 @@ from accelfn.context.config import read_settings
 from accelfn.context.failure import (
     Loss,
     announce_loss,
-    append_text,
-    list_texts,
     losses_from,
     post_failure,
 )
 from accelfn.context.options import ContextOptions, merge_settings
 from accelfn.elastic.assemble import restore_snapshot
 from accelfn.elastic.membership import (
-    OVER,
     Member,
     Roster,
     Waiting,
     can_grow,
+    finish,
     first_to_go_on,
     has_begun,
     join_generation,
+    meet,
     place_in,
 )
 from accelfn.elastic.snapshot import Memory, Regroup
@@ -260,6 +260,7 @@ class _Process(Generic[S, T]):
         # A connection of its own for worlds: while one waits in it, heartbeats go on in the other.
         self.store: Store = self._connect()
         self.board = store_board(PrefixStore("accelfn/elastic", self._connect()))
+        self._threads = Context().collectives.threads
         self.roster: Roster | None = None
         self.world: MessageBoard | None = None
         self.memory = Memory(self._has_newcomers)
@@ -279,14 +280,13 @@ class _Process(Generic[S, T]):
                 "follows into the same training function, or start another launch."
             )
         self.board.post(f"ran/{self.seat.me.name}", "yes")
-        threads = Context().collectives.threads
         since = time.monotonic()
         failed: tuple[object, int] | None = None
         if has_begun(self.board) and self._waiting.usable(1):
             self._rehearse()
         while True:
             self.roster = join_generation(
-                self.board, threads, self.seat.me, self.roster, self.seat.size, self._waiting
+                self.board, self._threads, self.seat.me, self.roster, self.seat.size, self._waiting
             )
             if self.roster is None:
                 return self._results[0] if self._results else None
@@ -312,7 +312,9 @@ class _Process(Generic[S, T]):
             result = self._train(ctx, self._state(ctx, since))
             ctx.world.background.settle()  # its last save belongs to the training
             self._results = [result]
-            self._finish(ctx, self.roster)
+            seam = ctx.collectives
+            find_error = partial(news, seam.board, seam.call_log, ctx.rank)
+            finish(self.board, self._threads, self.seat.me, self.roster, find_error)
             return result
 
     def _rehearse(self) -> None:
@@ -331,7 +333,7 @@ class _Process(Generic[S, T]):
         """Open the world of the present generation, and close it; tell its other ranks if this one fails."""
         roster = self.roster
         assert roster is not None
-        self._meet(roster)
+        meet(self.board, self._threads, self.seat.me, roster)
         store = PrefixStore(f"accelfn/elastic/world/{roster.generation}", self.store)
         place = place_in(roster, self.seat.me)
         try:
@@ -357,21 +359,6 @@ class _Process(Generic[S, T]):
             self.memory.leave()
             with contextlib.suppress(*hidden):
                 close_context(ctx)
-
-    def _meet(self, roster: Roster) -> None:
-        """Wait until all members are about to connect, since nothing ends that when one of them is lost.
-
-        Raises:
-            MissingRankError: A member was lost.
-        """
-        here = f"here/{roster.generation}"
-        append_text(self.board, here, self.seat.me.name)
-        while len(list_texts(self.board, here, 0)) < len(roster.members):
-            lost = {loss.name: loss for loss in losses_from(self.board, 0)}
-            for member in roster.members:
-                if member.name in lost:
-                    raise MissingRankError(f"process {member.name} {lost[member.name].why}")
-            time.sleep(_LOOK_S / 5)
 
     def _state(self, ctx: Context, since: float) -> S:
         """Return the state to go on from, and keep it in memory."""
@@ -399,22 +386,6 @@ class _Process(Generic[S, T]):
         losses = losses_from(self.board, self._num_losses)
         self._num_losses += len(losses)
         return "; ".join(f"process {loss.name} {loss.why}" for loss in losses) or self._cause
-
-    def _finish(self, ctx: Context, roster: Roster) -> None:
-        """Wait until the training function has returned on all members.
-
-        Raises:
-            Exception: One has failed or was lost before.
-        """
-        self.board.post(f"done/{roster.generation}/{ctx.rank}", "yes")
-        waiting = set(range(ctx.num_processes))
-        while waiting:
-            waiting = {rank for rank in waiting if not self.board.read(f"done/{roster.generation}/{rank}")}
-            error = news(ctx.collectives.board, ctx.collectives.call_log, ctx.rank) if waiting else None
-            if error is not None:
-                raise error
-            time.sleep(_LOOK_S / 5 if waiting else 0.0)
-        self.board.post(OVER, "yes")
 
     # --- losses --------------------------------------------------------------------------------------
 
@@ -459,7 +430,10 @@ class _Process(Generic[S, T]):
                     post_failure(world, rank, MissingRankError(text))
 
     def _has_newcomers(self) -> bool:
-        return self.roster is not None and can_grow(self.board, self.roster, self._waiting.usable)
+        # A snapshot tells all ranks what the first of them finds.
+        if self.roster is None or self.seat.me != self.roster.members[0]:
+            return False
+        return can_grow(self.board, self.roster, self.seat.size, self._waiting.usable)
 
     def _is_loss(self, error: BaseException) -> bool:
         """Return whether an error comes from the loss of another member, rather than from this process."""

@@ -36,6 +36,7 @@ _ALONE = (
     "launch",
     "sequence",
     "trainer",
+    "many_ranks",
 )
 # Worlds that a part is measured in, by their number of processes.
 PARTS: Mapping[str, tuple[int, ...]] = MappingProxyType(

@@ -1,7 +1,7 @@
 """Who forms the next world: all who are left read the same roster, in whatever order they come and go."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,11 +17,14 @@ from accelfn.elastic.membership import (
     Roster,
     Waiting,
     can_grow,
+    finish,
     join_generation,
+    meet,
     place_in,
 )
 from accelfn.errors import MissingRankError
 from accelfn.testing import Schedule, explore, run_ranks, scheduling_point
+from tests.exchanges import Exchanges
 
 WAITING = Waiting(settle_s=0.5, join_s=5.0)
 
@@ -52,7 +55,7 @@ def join(
 
 
 def grows(ctx: Context, roster: Roster, seconds: float) -> bool:
-    return can_grow(ctx.collectives.board, roster, lambda count: count)
+    return can_grow(ctx.collectives.board, roster, 3, lambda count: count)
 
 
 def slots_of(roster: Roster) -> tuple[int, ...]:
@@ -150,6 +153,91 @@ def test_too_few_are_an_error_as_soon_as_no_one_can_come() -> None:
     assert text.startswith("run_elastic: 1 processes are left, and min_processes is 2.")
 
 
+def test_all_who_joined_raise_where_too_few_did_and_those_who_come_later_begin_anew() -> None:
+    def program(ctx: Context) -> object:
+        board, threads = ctx.collectives.board, ctx.collectives.threads
+        if ctx.rank == 2:
+            threads.wait(lambda seconds: board.read("gave up/0/0") is not None, None, "the others to give up")
+            for slot in range(2):
+                announce_loss(board_of(ctx), Loss(member(slot).name, "raised MissingRankError"))
+        waiting = WAITING._replace(min_processes=1 if ctx.rank == 2 else 3)
+        try:
+            roster = join(ctx, member(ctx.rank), None, 3, waiting)
+        except MissingRankError as error:
+            return str(error)
+        return None if roster is None else slots_of(roster)
+
+    text = "run_elastic: 2 processes are left, and min_processes is 3."
+    for seed in range(10):
+        first, second, third = run_ranks(program, 3, schedule=Schedule(seed=seed))
+        assert str(first).startswith(text)
+        assert second == first
+        assert third == (2,)
+
+
+def test_if_the_one_who_looks_for_the_others_is_lost_another_one_does() -> None:
+    def program(ctx: Context) -> tuple[int, ...] | None:
+        board, threads = board_of(ctx), ctx.collectives.threads
+        if ctx.rank == 0:  # joins, and ends
+            for key in ("joining/0/0/0", "leader/0/0"):
+                board.post_once(key, json.dumps(member(0)))
+            board.post("joining/0", "yes")
+            threads.wait(lambda seconds: board.read("joining/0/2/0") is not None, None, "the others")
+            announce_loss(board, Loss(member(0).name, "was killed"))
+            board.post("slot/0", json.dumps({"state": "failed"}))
+            return None
+        threads.wait(lambda seconds: board.read("joining/0") is not None, None, "the first one")
+        roster = join(ctx, member(ctx.rank), None, 3)
+        return None if roster is None else slots_of(roster)
+
+    for seed in range(20):
+        assert run_ranks(program, 3, schedule=Schedule(seed=seed)) == [None, (1, 2), (1, 2)]
+
+
+def joins(size: int) -> list[Exchanges]:
+    """Let a world form, meet, lose its last rank, form again, take one in and finish; count of each rank."""
+
+    def program(ctx: Context) -> Exchanges:
+        counted, threads, me = Exchanges(), ctx.collectives.threads, member(ctx.rank)
+        board, last = counted.board(ctx.collectives.board), member(size - 1)
+        roster = join_generation(board, threads, me, None, size, WAITING)
+        assert roster is not None
+        assert len(roster.members) == size
+        meet(board, threads, me, roster)
+        if me == last:
+            announce_loss(ctx.collectives.board, Loss(me.name, "was killed"))
+            me = member(me.slot, 1)  # its replacement
+        again = join_generation(board, threads, me, None if me.attempt else roster, size, WAITING)
+        assert again is not None
+        meet(board, threads, me, again)
+        assert not can_grow(ctx.collectives.board, again, size, lambda count: count)
+        finish(board, threads, me, again, lambda: None)
+        return counted
+
+    return run_ranks(program, size, schedule=Schedule())
+
+
+def test_what_a_rank_asks_and_posts_to_join_does_not_grow_with_the_ranks() -> None:
+    small, large = joins(4), joins(16)
+
+    def without_rosters(one: Exchanges) -> int:
+        return sum(count for key, count in one.asked.items() if not key.startswith("roster/"))
+
+    measures: dict[str, tuple[Callable[[Exchanges], int], int]] = {
+        "texts asked for": (lambda one: len(one.asked), 0),
+        "characters read": (without_rosters, 8),  # longer numbers
+        "texts posted": (lambda one: len(one.posted), 0),
+        "characters posted": (lambda one: sum(one.posted.values()), 16),
+    }
+    for name, (measure, more) in measures.items():
+        few, many = ([measure(one) for one in ranks] for ranks in (small, large))
+        print(f"{name} of each rank of 4: {few}, of 16: {many}")
+        # Rank 0 has joined first, so it alone looks for the others.
+        assert max(many[1:]) <= max(few[1:]) + more
+    rosters = [count for one in large for key, count in one.asked.items() if key.startswith("roster/")]
+    assert max(rosters) <= 16 * len("[10, 10, 10], ")
+
+
 def test_the_rest_waits_where_only_some_numbers_of_processes_work() -> None:
     def even_number(count: int) -> int:
         return count // 2 * 2
@@ -159,10 +247,11 @@ def test_the_rest_waits_where_only_some_numbers_of_processes_work() -> None:
     def program(ctx: Context) -> tuple[int, ...] | None:
         board, threads, me = ctx.collectives.board, ctx.collectives.threads, member(ctx.rank)
         if ctx.rank == 2:
-            threads.wait(lambda seconds: board.read("joining/0/1") is not None, None, "two of them")
+            others = ("joining/0/0/0", "joining/0/1/0")
+            threads.wait(lambda seconds: all(map(board.read, others)), None, "two of them")
         roster = join(ctx, me, None, 3, even)
         if roster is not None:
-            assert not can_grow(board, roster, even.usable)
+            assert not can_grow(board, roster, 3, even.usable)
             board.post(OVER, "yes")
         return None if roster is None else slots_of(roster)
 

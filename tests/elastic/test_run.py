@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import accelfn as af
 from accelfn.context import Context, MessageBoard, store_board
-from accelfn.context.failure import append_text, list_texts
+from accelfn.context.failure import append_text
 from accelfn.elastic.membership import Member
 from accelfn.elastic.run import read_seat
 from accelfn.errors import ConfigurationError
@@ -130,9 +130,9 @@ def test_a_second_run_in_a_launch_is_refused() -> None:
 @pytest.mark.slow
 def test_heartbeats_go_on_while_a_world_connects() -> None:
     process, board = start_member(2, calls=1)
-    append_text(board, "joining/0", json.dumps(Member(0, 1, 0)))
-    append_text(board, "here/0", "1.0")  # and it never connects
-    wait_until(lambda: len(list_texts(board, "here/0", 0)) == 2)
+    append_text(board, "joining/0/1", json.dumps(Member(0, 1, 0)))
+    board.post("here/0/1", "yes")  # and it never connects
+    wait_until(lambda: board.read("all here/0") is not None)
     beat = int(board.read("beat/0.0") or 0)
     wait_until(lambda: int(board.read("beat/0.0") or 0) > beat + 3 or not process.is_alive())
     assert process.is_alive()
