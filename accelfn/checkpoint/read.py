@@ -27,6 +27,8 @@ _READ_BYTES = 1 << 20
 # Chunks of at most so many bytes are read with their neighbours; between them there may be padding.
 _SMALL_BYTES = 1 << 16
 _NEAR_BYTES = 64
+# Between parts that an object store is asked for together.
+_GAP_BYTES = 1 << 16
 # The least work for a thread; less is done without one.
 _BATCH_BYTES = 1 << 22
 _MAX_THREADS = 4
@@ -358,8 +360,12 @@ def _read_chunks(disk: Disk, file: TensorFile, chunks: Sequence[_Chunk]) -> None
 
 def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
     spare = memoryview(b"")
+    groups = [*_together(file, batch)]
+    begins = {begin: end - begin for begin, end in _extents(groups)}
     with naming(file.path):
-        for group, begin, end in _together(file, batch):
+        for group, begin, end in groups:
+            if begin in begins:
+                disk.start_reading(file.descriptor, begin, begins[begin])
             if len(group) > 1:
                 spare = spare or memoryview(bytearray(_READ_BYTES))
                 _read(disk, file, spare[: end - begin], begin)
@@ -407,6 +413,20 @@ def _together(file: TensorFile, batch: Sequence[_Chunk]) -> Iterator[tuple[Seque
         yield group, begin, end
 
 
+def _extents(groups: Iterable[tuple[Sequence[_Chunk], int, int]]) -> Iterator[tuple[int, int]]:
+    """Return the begin and end of each part of a file that groups fill, but for gaps not worth a request."""
+    begin = end = -1
+    for _, start, stop in groups:
+        if begin >= 0 and 0 <= start - end <= _GAP_BYTES:
+            end = stop
+            continue
+        if begin >= 0:
+            yield begin, end
+        begin, end = start, stop
+    if begin >= 0:
+        yield begin, end
+
+
 def _read(disk: Disk, file: TensorFile, target: memoryview, place: int) -> None:
     if not read_exactly(disk, file.descriptor, target, place):
         raise _damage(file.path, file.name, "it became shorter while it was read")
@@ -428,6 +448,7 @@ def checksums(disk: Disk, descriptor: int, size: int) -> tuple[int, ...] | None:
     """Return the checksum of each chunk of a file; None where it ends before ``size``."""
     sums: list[int] = []
     buffer = memoryview(bytearray(min(size, _READ_BYTES)))
+    disk.start_reading(descriptor, 0, size)
     for place in range(0, size, _READ_BYTES):
         part = buffer[: min(_READ_BYTES, size - place)]
         if not read_exactly(disk, descriptor, part, place):

@@ -159,6 +159,10 @@ def _lock(path: str) -> Callable[[], None] | None:
     return release
 
 
+def _start_reading(descriptor: int, place: int, size: int) -> None:
+    """Do nothing: the kernel notices itself what is read on and on."""
+
+
 def _read(descriptor: int, target: memoryview, place: int) -> int:
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [target], place)
@@ -194,6 +198,7 @@ class Disk:
         lock: Takes the lock of a directory, which one program can hold, until the function is called that it
             returns or the program ends; ``BlockingIOError`` if it is held, ``FileNotFoundError`` if there is
             no such directory any more. None if there are no locks.
+        start_reading: A hint that this thread will read this part of a file, from its begin on; never fails.
         read: Fills memory from an offset of a file; returns the number of bytes, 0 at the end.
         parallel_reads: Whether several threads may read from one descriptor at once.
         has_whole_files: Whether a file appears complete when it is synced, and replaces an older one then.
@@ -215,6 +220,7 @@ class Disk:
     status: Callable[[str], Status] = _status
     status_of: Callable[[int], Status] = _status_of
     lock: Callable[[str], Callable[[], None] | None] = _lock
+    start_reading: Callable[[int, int, int], None] = _start_reading
     read: Callable[[int, memoryview, int], int] = _read
     parallel_reads: bool = hasattr(os, "preadv")
     has_whole_files: bool = False

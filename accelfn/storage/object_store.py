@@ -25,7 +25,7 @@ from accelfn.storage.disk import REAL_DISK, Disk, Folder, Status
 
 # Uploaded at a time. S3 has at most 10,000 parts, so a file has at most 320 GB.
 _PART_BYTES = 1 << 25
-# Requested at least, and at most where a thread reads on and on.
+# Requested at least, and at most at a time.
 _LEAST_BYTES, _MOST_BYTES = 1 << 16, 1 << 24
 # What clients call the time of an object's last change.
 _TIMES = ("LastModified", "last_modified", "mtime", "updated", "modified", "created")
@@ -71,6 +71,7 @@ def disk_at(place: str | os.PathLike[str]) -> Disk:
         status=store.status,
         status_of=store.status_of,
         lock=lambda path: None,
+        start_reading=store.start_reading,
         read=store.read,
         parallel_reads=True,
         has_whole_files=True,
@@ -132,11 +133,19 @@ class _Upload:
 
 @dataclass(slots=True)
 class _Download:
-    """An object that is read; and the last block of it that each thread has read, with its offset."""
+    """An object that is read.
+
+    Attributes:
+        path: Of the object.
+        status: When it was opened.
+        blocks: What each thread has requested last, with its offset.
+        ends: Where the part ends that each thread is going to read.
+    """
 
     path: str
     status: Status
     blocks: dict[int, tuple[int, bytes]] = field(default_factory=dict[int, "tuple[int, bytes]"])
+    ends: dict[int, int] = field(default_factory=dict[int, int])
 
 
 class _Store:
@@ -226,15 +235,19 @@ class _Store:
         one = self._open[descriptor]
         return self.status(one.path) if isinstance(one, _Upload) else one.status
 
+    def start_reading(self, descriptor: int, place: int, size: int) -> None:
+        one = self._open[descriptor]
+        assert isinstance(one, _Download)
+        one.ends[threading.get_ident()] = place + size
+
     def read(self, descriptor: int, target: memoryview, place: int) -> int:
         one = self._open[descriptor]
         assert isinstance(one, _Download)
         thread = threading.get_ident()
         start, block = one.blocks.get(thread, (0, b""))
         if not start <= place < start + len(block):
-            reads_on = place == start + len(block)
-            size = max(len(target), _LEAST_BYTES, min(2 * len(block), _MOST_BYTES) if reads_on else 0)
-            end = min(place + size, one.status.size)
+            size = max(len(target), one.ends.get(thread, 0) - place, _LEAST_BYTES)
+            end = min(place + min(size, _MOST_BYTES), one.status.size)
             if place >= end:
                 return 0
             with _naming_errors(one.path):

@@ -116,6 +116,8 @@ class _Reader(threading.local):
 
     def read(self, source: Stored, target: torch.Tensor) -> None:
         """Read a piece."""
+        disk, descriptor = self._files[source.path]
+        disk.start_reading(descriptor, source.start, target.numel() * source.dtype.itemsize)
         if target.device.type != "cpu":
             self._read_staged(source, target)
             return

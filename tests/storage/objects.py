@@ -6,6 +6,7 @@ As in S3, an object appears when its upload is complete, and there are no direct
 import io
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -26,6 +27,7 @@ class Store:
         self.objects: dict[str, tuple[bytes, float]] = {}
         self.watcher: Watcher = lambda kind, name: None
         self.hidden: set[str] = set()  # names that lists don't have yet
+        self.asked: Counter[str] = Counter()  # bytes that were read
 
     def names(self) -> list[str]:
         """List the objects by the end of their names, after the address of the runs."""
@@ -76,7 +78,9 @@ def filesystem(store: Store) -> type[Any]:
 
         def cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
             store.watcher("read", path)
-            return self._content(path)[start:end]
+            content = self._content(path)[start:end]
+            store.asked[path] += len(content)
+            return content
 
         def cp_file(self, path1: str, path2: str, **_: Any) -> None:
             store.watcher("copy", path1)

@@ -435,3 +435,32 @@ def test_the_command_lists_shows_verifies_and_prunes(
     assert "step" in output("show", f"{address}/at-2")
     assert "remove  at-1" in output("prune", address, "--last", "2")
     assert [path.name for path in find_checkpoints(address)] == ["at-2", "at-3"]
+
+
+# --- the number of requests ----------------------------------------------------------------------
+
+
+def requests(store: Store, act: Callable[[], object], kind: str) -> list[str]:
+    found: list[str] = []
+
+    def watch(one: str, name: str) -> None:
+        if one == kind:
+            found.append(name.rpartition("/")[2])
+
+    store.watcher = watch
+    act()
+    store.watcher = lambda kind, name: None
+    return found
+
+
+def test_bytes_are_requested_once_and_many_at_a_time(address: str, store: Store) -> None:
+    many = {str(number): torch.full((2000,), float(number)) for number in range(2000)}  # 16 MB
+    tree = {**many, "large": torch.arange(5_000_000, dtype=torch.float32)}  # 20 MB
+    af.save_state(Context(), f"{address}/at", tree)
+    like = {name: torch.zeros_like(one) for name, one in tree.items()}
+    found: list[Any] = []
+    reads = requests(store, lambda: found.append(af.load_state(Context(), f"{address}/at", like)), "read")
+    assert all(torch.equal(found[0][name], one) for name, one in tree.items())
+    assert len([name for name in reads if name.startswith("tensors")]) <= 20
+    asked = sum(store.asked.values())
+    assert asked <= 1.1 * sum(len(content) for content, _ in store.objects.values())
