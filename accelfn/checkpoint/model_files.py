@@ -192,10 +192,12 @@ def locked_directory(folder: Path, naming: WeightNaming) -> Generator[bool]:
         BlockingIOError: Another program or rank is saving to the directory.
         OSError: The directory can't be made.
     """
-    disk = disk_at(folder)
-    if kind_of(disk, folder) not in (None, "directory"):
-        raise NotADirectoryError(f"save_model: {folder} is a file. Pass a directory.")
-    make_folders(disk, os.fspath(folder))
+    disk, place = disk_at(folder), os.fspath(folder)
+    try:
+        list_names(disk, place)
+    except NotADirectoryError as error:
+        raise NotADirectoryError(f"save_model: {folder} is a file. Pass a directory.") from error
+    make_folders(disk, place)
     for name in entry_names(naming):
         if kind_of(disk, folder / name) == "directory":
             raise IsADirectoryError(

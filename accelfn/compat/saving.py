@@ -20,7 +20,8 @@ from accelfn.checkpoint.attachments import claim_folder
 from accelfn.checkpoint.commit import read_head
 from accelfn.checkpoint.random_state import random_states, restore_random_states
 from accelfn.context import Context
-from accelfn.storage.address import as_path
+from accelfn.storage.address import as_path, is_address
+from accelfn.storage.disk import kind_of
 from accelfn.storage.object_store import disk_at
 
 
@@ -46,13 +47,15 @@ class LocalSaving(shim.Accelerator):
     ) -> Any:
         """Save all prepared and registered objects as one checkpoint.
 
-        Ranks: with replicated models and ``output_dir`` any; it doesn't wait. Otherwise every rank.
+        Ranks: with replicated models and ``output_dir`` any; it doesn't wait. Otherwise every rank, and where
+        hooks write to an address.
         """
         ctx = self.context
+        uploads = output_dir is not None and is_address(output_dir) and bool(self._save_hooks)
         is_alone = (
             self._is_replicated and not ctx.loading.use_stateful_dataloader
         )  # of which each rank has one
-        if not is_alone or output_dir is None or save_model_func_kwargs:
+        if not is_alone or output_dir is None or uploads or save_model_func_kwargs:
             options: dict[str, Any] = save_model_func_kwargs
             return cast("Any", super()).save_state(output_dir, safe_serialization, **options)
         with comm.failing_together(ctx, "save_state"):
@@ -85,7 +88,7 @@ class LocalSaving(shim.Accelerator):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r".* files that are not part of the checkpoint")  # of hooks
             super().load_state(input_dir, load_kwargs, **options)
-        if own is not None and own.is_dir():
+        if own is not None and kind_of(disk_at(own), as_path(own)) == "directory":
             with comm.failing_together(self.context, "load_state"):
                 restore_random_states(self.context, checkpoint.load_tree(own), is_own=True)
 
@@ -95,12 +98,14 @@ class LocalSaving(shim.Accelerator):
 
     def _folder_for_files(self, ctx: Context, target: Path) -> AbstractContextManager[Path]:
         """Let hooks write to the checkpoint's own directory, where programs look for their files."""
+        if is_address(target):
+            return super()._folder_for_files(ctx, target)
         with comm.failing_together(ctx, "save_state"):
             return nullcontext(claim_folder(target))
 
     def _find_files(self, place: Path) -> Path:
         files = super()._find_files(place)
-        return files if files.is_dir() else place
+        return files if is_address(files) or files.is_dir() else place
 
     def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write one object once; other ranks do nothing, and needn't call it."""

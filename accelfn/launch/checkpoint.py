@@ -32,7 +32,8 @@ def _check_options(options: argparse.Namespace) -> None:
     kind = kind_of(disk, place)
     if kind != "directory" and not os.path.isdir(path):  # a link may lead to one
         # After a crash, the checkpoint may still have a temporary name.
-        siblings = list_names(disk, os.fspath(place.parent))
+        parent = os.fspath(place.parent)
+        siblings = list_names(disk, parent) if kind_of(disk, parent) == "directory" else []
         if not any(sibling.startswith(f".{place.name}.") for sibling in siblings):
             problem = "doesn't exist" if kind is None else "is a file"
             raise ConfigurationError(f"the directory {path} {problem}. Check the path.")

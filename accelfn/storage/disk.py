@@ -377,11 +377,15 @@ def read_file(disk: Disk, folder: Folder, name: str, max_bytes: int) -> bytes:
 
 
 def list_names(disk: Disk, path: str) -> list[str]:
-    """List what is in a directory; nothing if there is none."""
+    """List what is in a directory; nothing if there is none.
+
+    Raises:
+        NotADirectoryError: It is a file.
+    """
     try:
         with opened(disk, path) as folder:
             return disk.names(folder)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return []
 
 

@@ -27,6 +27,7 @@ from accelfn.checkpoint import (
     save_object,
     verify_checkpoint,
 )
+from accelfn.compat.accelerator import Accelerator as CompatAccelerator
 from accelfn.context import Context
 from accelfn.errors import (
     CheckpointError,
@@ -416,6 +417,23 @@ def test_the_shim_numbers_its_checkpoints_there(address: str) -> None:
     assert str(accelerator.save_state()) == f"{address}/checkpoints/checkpoint_3"
     accelerator.save_model(again, f"{address}/model")
     af.load_model(model, f"{address}/model")
+
+
+def test_hooks_of_programs_for_accelerate_write_what_is_uploaded(address: str, store: Store) -> None:
+    accelerator = CompatAccelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+
+    def save_notes(models: Any, weights: Any, folder: str) -> None:
+        (Path(folder) / "notes.txt").write_text("mine")
+
+    accelerator.register_save_state_pre_hook(save_notes)
+    accelerator.save_state(f"{address}/at")
+    before = model.weight.detach().clone()
+    model.weight.data.zero_()
+    accelerator.load_state(f"{address}/at")
+    assert torch.equal(model.weight, before)
+    (notes,) = (name for name in store.objects if name.endswith("notes.txt"))
+    assert store.objects[notes][0] == b"mine"
 
 
 def test_the_command_lists_shows_verifies_and_prunes(

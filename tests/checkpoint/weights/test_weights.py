@@ -331,3 +331,15 @@ def test_get_state_dict_of_another_object_raises_on_every_rank() -> None:
             af.get_state_dict(ctx, model)
 
     run_ranks(run, 2)
+
+
+def test_a_link_to_a_directory_is_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for size in ("1GB", 40):
+        af.save_model(Context(), Bag(**sized(1)), tmp_path / "link", size)
+        af.load_model(Bag(**sized(1)), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    path = af.save_state(Context(), tmp_path / "link" / "at", {"step": 1})
+    assert af.load_latest(Context(), tmp_path / "link", {"step": 0}) == {"step": 1}
+    assert path.parent.name == "link"
