@@ -135,13 +135,15 @@ def _read_batch(
         source, local = step.source, local_of(step.target.tensor)
         if is_dtensor(step.target.tensor) and is_whole:
             # On the host, since only a shard goes to the device; of a mapped file only that shard is read.
-            target = torch.empty(source.shape, dtype=source.dtype) if read is not None else source.map()
+            source = source if read is not None else _rows_of(step.target.tensor, source)
+            is_mapped = read is None and source.is_mappable
+            target = source.map() if is_mapped else torch.empty(source.shape, dtype=source.dtype)
         elif step.how == "fill":
-            target = local.detach()
+            target, is_mapped = local.detach(), False
         else:
-            target = torch.empty(local.shape, dtype=step.dtype, device=step.device)
+            target, is_mapped = torch.empty(local.shape, dtype=step.dtype, device=step.device), False
         targets.append(target)
-        if read is None and is_dtensor(step.target.tensor) and is_whole:
+        if is_mapped:
             advance(source.num_bytes)
         else:
             readings.append(Reading(source, target if target.dim() else target.view(source.shape)))
@@ -152,7 +154,9 @@ def _read_batch(
     new: list[tuple[LoadStep, torch.Tensor]] = []
     for step, target in zip(batch, targets, strict=True):
         tensor = step.target.tensor
-        part = part_of(tensor, target.view(tensor.shape)) if is_whole and is_dtensor(tensor) else None
+        part = target if is_whole and is_dtensor(tensor) else None
+        if part is not None and part.numel() == tensor.numel():
+            part = part_of(tensor, part.view(tensor.shape))
         if step.how == "new":
             value = target if part is None else part.to(step.device, step.dtype, copy=True)
             new.append((step, from_local(value, like=tensor)))
@@ -162,6 +166,20 @@ def _read_batch(
             # torch didn't see the write; graphs that saved the old values must detect it.
             torch.autograd.graph.increment_version(local_of(tensor))
     return new
+
+
+def _rows_of(tensor: torch.Tensor, source: Stored) -> Stored:
+    """Return the rows of a stored tensor that are this rank's part of a DTensor; all of it if it has others.
+
+    So that an object store isn't asked for the rest.
+    """
+    chunks: list[Any] = getattr(tensor, "__create_chunk_list__")()  # noqa: B009 -- of DTensor
+    is_rows = len(chunks) == 1 and tensor.dim() > 0 and chunks[0].sizes[1:] == tensor.shape[1:]
+    if source.elements is not None or not is_rows:
+        return source
+    row_bytes = source.num_bytes // tensor.shape[0] if tensor.shape[0] else 0
+    shape = tuple(chunks[0].sizes)
+    return source._replace(shape=shape, start=source.start + chunks[0].offsets[0] * row_bytes)
 
 
 def _assign(target: Target, value: torch.Tensor) -> None:

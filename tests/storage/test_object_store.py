@@ -38,7 +38,7 @@ from accelfn.errors import (
 )
 from accelfn.storage.address import Address
 from accelfn.testing import run_ranks
-from tests.storage.objects import ADDRESS, Killed, Store, every_request, memory_store, store
+from tests.storage.objects import ADDRESS, Killed, Store, every_request, memory_store, object_store, store
 
 __all__ = ["store"]
 
@@ -482,3 +482,24 @@ def test_bytes_are_requested_once_and_many_at_a_time(address: str, store: Store)
     assert len([name for name in reads if name.startswith("tensors")]) <= 20
     asked = sum(store.asked.values())
     assert asked <= 1.1 * sum(len(content) for content, _ in store.objects.values())
+
+
+def test_a_rank_asks_for_its_own_rows_of_weights(address: str, store: Store) -> None:
+    whole = nn.Sequential(nn.Linear(600, 400), nn.Linear(400, 700))
+    af.save_model(Context(), whole, f"{address}/net")
+    size = len(store.objects["bucket/runs/net/model.safetensors"][0])
+
+    def run(ctx: Context) -> tuple[int, bool]:
+        with object_store() as own:
+            own.objects = dict(store.objects)
+            model = nn.Sequential(nn.Linear(600, 400), nn.Linear(400, 700))
+            model = af.prepare(ctx, model)
+            af.load_model(model, f"{address}/net")
+            state = af.checkpoint.get_state_dict(ctx, model)
+            right = all(torch.equal(one, state[name]) for name, one in whole.state_dict().items() if state)
+            return sum(own.asked.values()), right
+
+    mesh = af.ParallelismConfig(dp_shard_size=4)
+    for asked, is_right in run_ranks(run, 4, on="processes", parallelism_config=mesh):
+        assert is_right
+        assert asked < 0.3 * size
