@@ -264,7 +264,8 @@ class _Store:
         return descriptor
 
     def _key(self, path: str) -> str:
-        return self._filesystem._strip_protocol(path)  # which fsspec documents for its subclasses
+        # Which fsspec documents for its subclasses.
+        return self._filesystem._strip_protocol(path.replace(os.sep, "/"))
 
 
 def _time(found: Mapping[str, Any]) -> float:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from accelfn.errors import ConfigurationError
+from accelfn.storage.address import is_address
 from accelfn.tracking.adapters import BuiltInTracker, Table
 from accelfn.tracking.values import as_pillow, plain_config, read_pixels
 
@@ -50,7 +51,16 @@ class JSONLTracker(BuiltInTracker):
         run_name: str | None = None,
         resume: bool = False,
     ) -> None:
-        """Set the directory; ``start`` creates it."""
+        """Set the directory; ``start`` creates it.
+
+        Raises:
+            ConfigurationError: ``logging_dir`` is an address such as ``s3://bucket``.
+        """
+        if is_address(logging_dir):
+            raise ConfigurationError(
+                f"jsonl: {os.fspath(logging_dir)} is an address, and this tracker appends to files. Pass a "
+                "directory as logging_dir."
+            )
         project = Path(logging_dir) / _safe(project_name)
         if resume and run_name is None:
             run_name = _latest(project)

@@ -275,3 +275,10 @@ def test_images_of_pillow_are_pixels() -> None:
 def test_invalid_images_are_refused(images: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         read_pixels(images, "faces")
+
+
+def test_an_address_is_refused_and_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"s3://bucket/runs is an address.* as logging_dir"):
+        JSONLTracker("project", "s3://bucket/runs")
+    assert list(tmp_path.iterdir()) == []
