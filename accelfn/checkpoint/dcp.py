@@ -186,21 +186,32 @@ def write_dcp(directory: Path, tree: Mapping[str, Any]) -> None:
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")
     disk = disk_at(directory)
     with staging(directory) as stage:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*single process", UserWarning)
-                # Complete tensors, which are written alone even if the program has a process group.
-                dcp.save(dict(tree), storage_writer=dcp.FileSystemWriter(stage), no_dist=True)
-        except dcp.CheckpointException as error:  # not an Exception
-            cause = error.failures[0][0]
-            if isinstance(cause, OSError):
-                raise cause from None
-            raise CheckpointError(
-                f"torch.distributed.checkpoint can't store the tree: {cause}. Rename or leave out that part."
-            ) from cause
-        with naming(os.fspath(stage)):
+        with naming(os.fspath(directory)):
+            try:
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", ".*single process", UserWarning)
+                    # Complete tensors, which are written alone even if the program has a process group.
+                    dcp.save(dict(tree), storage_writer=dcp.FileSystemWriter(stage), no_dist=True)
+            except dcp.CheckpointException as error:  # not an Exception
+                raise _cause_of(error.failures[0][0]) from None
             disk.sync_folder(os.fspath(stage))
         disk.rename(os.fspath(stage), os.fspath(directory))
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """Return the error to raise for one of torch's, whose writer of archives hides errors of the disk."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(error, Exception):  # such as KeyboardInterrupt
+        return error
+    refusal = CheckpointError(
+        f"torch.distributed.checkpoint can't store the tree: {error}. Rename or leave out that part."
+    )
+    refusal.__cause__ = error
+    return refusal
 
 
 def torch_form(tree: Mapping[str, Any]) -> dict[str, Any]:
