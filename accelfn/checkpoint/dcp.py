@@ -13,7 +13,6 @@ import importlib
 import os
 import pathlib
 import warnings
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -152,8 +151,9 @@ def _unflattened(flat: Mapping[str, Any]) -> dict[str, Any]:
             inner[parts[-1]] = value
     groups: dict[str, dict[str, Any]] = {}
     for name, own in options.items():
-        own.pop("param_names", None)  # of the whole group, beside the name of this one
-        groups.setdefault(_text(own), {"params": [], **own})["params"].append(name)
+        # An optimizer that was made with names has those of the whole group among its options.
+        rest = {option: value for option, value in own.items() if option != "param_names"}
+        groups.setdefault(_text(own), {"params": [], **rest})["params"].append(name)
     return {"state": state, "param_groups": [*groups.values()]}
 
 
@@ -236,7 +236,7 @@ def _torch_form(value: Any, models: Sequence[str]) -> Any:
     if parts is None or parts.kind == "node":
         return value
     children = [_torch_form(child, models) for child in parts.children]
-    if isinstance(value, (list, deque)):
+    if isinstance(value, list):
         return children
     if parts.kind == "tuple":
         return tuple(children)

@@ -338,6 +338,20 @@ def test_an_optimizer_alone_is_found_by_its_keys(
     assert text(found) == text({"state": nested["state"], "groups": nested["param_groups"]})
 
 
+@pytest.mark.parametrize("has_names", [False, True])
+def test_a_flattened_optimizer_has_a_group_for_each_set_of_options(has_names: bool, tmp_path: Path) -> None:
+    groups = {"b": 1, "a": 1, "c": 2, "d": 1}
+    options: dict[str, Any] = {f"param_groups.{name}.lr": lr for name, lr in groups.items()}
+    if has_names:  # as get_optimizer_state_dict has them, if the optimizer was made with names
+        options |= {f"param_groups.{name}.param_names": [name] for name in "cd"}
+        options |= {f"param_groups.{name}.param_names": ["a", "b"] for name in "ab"}
+    source = write(tmp_path / "dcp", {**options, "state.a.m": W})
+    read = af.load_tree(convert_checkpoint(source, tmp_path / "own", to="accelfn").path)["optimizer"]
+    expected = [({"a", "b"}, 1), ({"c"}, 2), ({"d"}, 1)] if has_names else [({"a", "b", "d"}, 1), ({"c"}, 2)]
+    assert [(set(group["params"]), group["lr"]) for group in read["groups"]] == expected
+    assert [*read["state"]] == ["a"]
+
+
 def test_an_optimizer_belongs_to_the_model_that_has_its_parameters(tmp_path: Path) -> None:
     optimizers: dict[str, Any] = {
         name: {"state": {}, "param_groups": [{"params": [name]}]} for name in ("w", "v", "both", "none")
