@@ -106,8 +106,8 @@ def read_folder(folder: Path, kinds: Collection[str] = (*_KINDS, "scaler", "rand
         for number, path in _numbered(folder, kind).items():
             tree[_part_name(kind, number)] = _read(kind, path)
     for name in [name for name in tree if name.startswith("optimizer")]:
-        model = name.replace("optimizer", "model")
-        tree[name] = _named_optimizer(tree[name], model, tree.get(model, {}))
+        model = name.replace("optimizer", "model")  # FSDP gives optimizer and model the same number
+        tree[name] = named_optimizer(tree[name], model, tree.get(model, {}))
     if "scaler" in kinds and (folder / "scaler.pt").is_file():
         state = _read_dict(folder / "scaler.pt")
         if state:  # empty if the scaler was disabled
@@ -223,20 +223,32 @@ def _read_dict(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def _named_optimizer(state: Mapping[str, Any], model: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Refer to an optimizer's parameters by the name in the file, with its model as prefix, or by number."""
+def named_optimizer(state: Mapping[str, Any], model: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Refer to an optimizer's parameters by the name in the file, with its model as prefix, or by number.
+
+    Args:
+        state: As torch has it: ``{"state": {...}, "param_groups": [...]}``.
+        model: Path of the model in the tree.
+        tensors: Of the model, by name. The prefix is left out unless it has all of the parameters.
+
+    Returns:
+        The state as :func:`accelfn.save_state` stores it.
+
+    Raises:
+        CheckpointError: A parameter with a state is in none of the groups.
+    """
     groups = cast("list[dict[str, Any]]", state["param_groups"])
     names: dict[Any, str] = {}
     for group in groups:
         for key, name in zip(group["params"], group.get("param_names", group["params"]), strict=True):
             names[key] = f"#{name}" if isinstance(name, int) else name
-    if all(name in tensors for name in names.values()):  # FSDP gives optimizer and model the same number
+    if all(name in tensors for name in names.values()):
         names = {key: f"{model}/{name}" for key, name in names.items()}
     unknown = [key for key in state["state"] if key not in names]
     if unknown:
         raise CheckpointError(
-            f"read_accelerate: an optimizer has a state for parameter {unknown[0]!r}, which is in none of "
-            "its groups."
+            f"An optimizer has a state for parameter {unknown[0]!r}, which is in none of its groups. Save it "
+            "again with the program that wrote it, or leave the optimizer out."
         )
     others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
     return {

@@ -1,31 +1,35 @@
-"""Convert Accelerate's folders to checkpoints, and either of them to files of weights."""
+"""Convert checkpoints: from the folders of other programs, to such folders, and to files of weights."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 
-from accelfn.checkpoint.accelerate import AccelerateFolder, is_accelerate, read_folder
+from accelfn.checkpoint.accelerate import is_accelerate, read_folder
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.commit import check_target
+from accelfn.checkpoint.dcp import is_unnamed, lost_keys, numbered_keys, read_dcp, torch_form, write_dcp
 from accelfn.checkpoint.document.decode import decode
+from accelfn.checkpoint.document.nodes import children_of
 from accelfn.checkpoint.find import locate
 from accelfn.checkpoint.load import read_parts
 from accelfn.checkpoint.manifest import Json, Manifest
 from accelfn.checkpoint.model_files import write_weights
 from accelfn.checkpoint.save import save_for_ranks
+from accelfn.checkpoint.sharded_folder import is_sharded_folder
+from accelfn.checkpoint.stand_ins import Optimizer, State, states_in
 from accelfn.errors import CheckpointError, NoCheckpointError
-from accelfn.storage.address import as_path
+from accelfn.storage.address import as_path, is_address
 from accelfn.storage.disk import kind_of, list_names
 from accelfn.storage.object_store import disk_at
 
-Form = Literal["accelfn", "safetensors"]
+Form = Literal["accelfn", "safetensors", "dcp"]
 
 _VALUES = ("scaler", "step", "random")  # parts that are stored as values, and not as the state of an object
 
@@ -45,24 +49,22 @@ class Conversion:
     notes: tuple[str, ...] = ()
 
 
-class State:
-    """Stands in for an object of which only the state is known."""
+class _Source(NamedTuple):
+    """What is read from a source.
 
-    def __init__(self, state: Any) -> None:
-        """Keep the state."""
-        self._state = state
+    Attributes:
+        parts: By their names: stand-ins of objects, values, and dicts of these.
+        random: The state of the generators by rank, None for a rank without one; empty if there are none.
+        notes: As of :class:`Conversion`.
+    """
 
-    def state_dict(self) -> Any:
-        """Return the state."""
-        return self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        """Replace the state."""
-        self._state = state
+    parts: dict[str, Any]
+    random: Sequence[Any] = ()
+    notes: tuple[str, ...] = ()
 
 
-class Optimizer(State):
-    """Stands in for an optimizer of any class."""
+# Gets the names of the parts of a source, and returns those that are to be read.
+_Choose = Callable[[Sequence[str]], Collection[str]]
 
 
 def convert_checkpoint(
@@ -72,56 +74,87 @@ def convert_checkpoint(
     to: Form,
     names: Mapping[str, str] | None = None,
     leave_out: Collection[str] = (),
-    leaf: str = "model",
+    leaf: str | None = None,
     step: int | None = None,
     max_shard_size: int | str = "10GB",
     overwrite: bool = False,
 ) -> Conversion:
     """Convert a checkpoint. The complete target appears in one step, by a rename.
 
-    - ``to="accelfn"`` converts a folder of Accelerate 1.x to a checkpoint that :func:`accelfn.load_state`
-      loads into ``{"model": model, "optimizer": optimizer, ...}``, with the random states of all ranks. The
-      parts are those that :func:`read_accelerate` lists. If an optimizer refers to parameters by number, the
-      numbers are resolved by the optimizer that loads the state.
-    - ``to="safetensors"`` extracts the weights of one model from such a folder or from a checkpoint, as
-      transformers and Accelerate read them.
+    The source is a checkpoint of accelfn, a folder of Accelerate 1.x, or a folder that torch's
+    ``torch.distributed.checkpoint`` (DCP) has written, as torchtitan's are.
+
+    - ``to="accelfn"`` converts a folder of Accelerate or DCP to a checkpoint that :func:`accelfn.load_state`
+      loads into ``{"model": model, "optimizer": optimizer, ...}``. Of Accelerate, the parts are those that
+      :func:`read_accelerate` lists, with the random states of all ranks. If an optimizer refers to parameters
+      by number, the numbers are resolved by the optimizer that loads the state. Of DCP, the parts are those
+      of the dict that was saved, and ``model`` if a model's tensors are at the top of it.
+    - ``to="safetensors"`` extracts the weights of one model, as transformers and Accelerate read them.
+    - ``to="dcp"`` writes a folder that ``torch.distributed.checkpoint.load`` reads: one model's state dict,
+      for ``leaf``, or else the tree, without random states. In it models are state dicts, and optimizers have
+      the form of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``.
 
     Ranks: local; one process does everything, with all tensors in its memory.
 
     Args:
-        source: A checkpoint, a directory of checkpoints (whose newest is used), or a folder of Accelerate. It
-            isn't changed.
-        target: The new directory, or an address.
+        source: A checkpoint, a directory of checkpoints (whose newest is used), or a folder of Accelerate or
+            DCP. It isn't changed.
+        target: The new directory, or an address, for other forms than DCP.
         to: Form of the target.
-        names: Paths in the tree by names of Accelerate's parts, such as ``{"model": "unet"}``. A slash makes
+        names: Paths in the tree by names of a folder's parts, such as ``{"model": "unet"}``. A slash makes
             nested dicts: ``{"model": "models/unet", "model_1": "models/critic"}``.
-        leave_out: Paths of parts to leave out, for ``to="accelfn"``.
-        leaf: Path of the model, for ``to="safetensors"``.
+        leave_out: Paths of parts to leave out, if a whole tree is converted. They may hold more than data.
+        leaf: Path of the model whose weights are extracted. None: ``"model"`` for ``to="safetensors"``, the
+            whole tree for ``to="dcp"``.
         step: Of the new checkpoint, for ``to="accelfn"``; determines which of several is the newest.
         max_shard_size: Largest size of a file of weights, for ``to="safetensors"``.
         overwrite: Replace a checkpoint at ``target``, for ``to="accelfn"``.
 
     Raises:
         FileExistsError: ``target`` exists.
-        NoCheckpointError: ``source`` is neither a checkpoint nor a folder of Accelerate.
+        NoCheckpointError: ``source`` is neither a checkpoint nor a folder of Accelerate or DCP.
         DamagedCheckpointError: ``source`` is damaged.
-        CheckpointError: The folder is incomplete, or a class in the tree isn't imported.
-        ValueError: A name doesn't exist; the part isn't a model's state; or safetensors lacks a dtype.
+        CheckpointError: The folder is incomplete or holds more than data, or a class in the tree isn't
+            imported.
+        ValueError: A name doesn't exist; the part isn't a model's state; safetensors lacks a dtype; or
+            ``target`` is an address, for ``to="dcp"``.
         OSError: The target can't be written. Nothing is left behind.
     """
     if to not in get_args(Form):
         raise ValueError(f"convert_checkpoint: to must be one of {', '.join(get_args(Form))}, got {to!r}.")
+    if to == "dcp" and is_address(target):
+        raise ValueError(
+            "convert_checkpoint: torch.distributed.checkpoint is written to a directory on a disk, and "
+            f"{os.fspath(target)} is an address. Pass a directory, and upload it."
+        )
     directory = as_path(target)
     _check_target(directory, to, overwrite)
     path_of = names or {}
     is_own = _is_checkpoint(source)
-    if to == "safetensors":
-        tensors = _stored_weights(source, leaf) if is_own else _folder_weights(source, path_of, leaf)
+    if to == "safetensors" or leaf is not None:
+        if to == "accelfn":
+            raise ValueError(f"convert_checkpoint: to='accelfn' has no leaf, got {leaf!r}. Leave it out.")
+        path = "model" if leaf is None else leaf
+        tensors = _stored_weights(source, path) if is_own else _folder_weights(Path(source), path_of, path)
+        if to == "dcp":
+            write_dcp(directory, tensors)
+            return Conversion(path=directory, parts=(path,))
         files = write_weights(target, tensors, max_shard_size=max_shard_size)
         return Conversion(path=directory, parts=files)
-    if is_own:
+    if is_own and to == "accelfn":
         raise ValueError(f"convert_checkpoint: {source} is a checkpoint of accelfn already. Copy it instead.")
-    return _to_checkpoint(read_folder(Path(source)), directory, path_of, frozenset(leave_out), step)
+    left_out = frozenset(leave_out)
+
+    def choose(found: Sequence[str]) -> Collection[str]:
+        return _kept(found, path_of, left_out)
+
+    read = (_read_checkpoint if is_own else _read_folder)(source, choose)
+    tree = _renamed(read.parts, path_of)
+    paths = tuple(path_of.get(name, name) for name in read.parts)
+    if to == "dcp":
+        notes = _write_tree(directory, tree, has_random=bool(read.random))
+        return Conversion(path=directory, parts=paths, notes=read.notes + notes)
+    return _save_tree(directory, tree, paths, read, step)
 
 
 def _check_target(target: Path, to: Form, overwrite: bool) -> None:
@@ -137,35 +170,34 @@ def _check_target(target: Path, to: Form, overwrite: bool) -> None:
 
 
 def _is_checkpoint(source: str | os.PathLike[str]) -> bool:
-    """Whether the source is a checkpoint of accelfn, and not a folder of Accelerate."""
+    """Whether the source is a checkpoint of accelfn, and not a folder of another program."""
     try:
         locate(disk_at(source), source)
     except NoCheckpointError:
-        if not is_accelerate(Path(source)):
+        if not is_sharded_folder(source) and not is_accelerate(Path(source)):
             raise
         return False
     return True
 
 
-# --- from Accelerate -----------------------------------------------------------------------------
+# --- parts ---------------------------------------------------------------------------------------
 
 
-def _to_checkpoint(
-    folder: AccelerateFolder,
-    target: Path,
-    path_of: Mapping[str, str],
-    left_out: frozenset[str],
-    step: int | None,
-) -> Conversion:
-    known = {*folder.tree, *_VALUES}
+def _kept(found: Sequence[str], path_of: Mapping[str, str], left_out: frozenset[str]) -> Collection[str]:
+    """Check the names in the options, and return the names of the parts that aren't left out."""
+    known = {*found, *_VALUES}
     unknown = sorted((set(path_of) - known) | (left_out - known - set(path_of.values())))
     if unknown:
         raise ValueError(
             f"convert_checkpoint: there is no {unknown[0]!r} in the folder. It has "
-            f"{', '.join(name for name in folder.tree if name not in _VALUES) or 'no parts'}."
+            f"{', '.join(name for name in found if name not in _VALUES) or 'no parts'}."
         )
-    kept = [name for name in folder.tree if not {name, path_of.get(name, name)} & left_out]
-    paths = [path_of.get(name, name) for name in kept]
+    return [name for name in found if not {name, path_of.get(name, name)} & left_out]
+
+
+def _renamed(parts: Mapping[str, Any], path_of: Mapping[str, str]) -> dict[str, Any]:
+    """Return the tree that has the parts at their paths."""
+    paths = [path_of.get(name, name) for name in parts]
     for path in paths:
         inside = [other for other in paths if other == path or other.startswith(f"{path}/")]
         if not all(path.split("/")) or len(inside) > 1:
@@ -174,27 +206,73 @@ def _to_checkpoint(
                 "is at or below it."
             )
     tree: dict[str, Any] = {}
-    for name, path in zip(kept, paths, strict=True):
-        value = folder.tree[name]
-        if name.startswith("optimizer"):
-            value = Optimizer(_with_model_paths(value, path_of))
-        elif name not in _VALUES:
-            value = State(value)
+    for path, part in zip(paths, parts.values(), strict=True):
+        for _, state in states_in(part):
+            if isinstance(state, Optimizer):
+                state.load_state_dict(_with_model_paths(state.state_dict(), path_of))
         *outer, last = path.split("/")
-        reduce(lambda inner, key: inner.setdefault(key, {}), outer, tree)[last] = value
-    random: list[Any] = tree.pop("random", [])
-    missing = [rank for rank, state in enumerate(random) if state is None]
+        reduce(lambda inner, key: inner.setdefault(key, {}), outer, tree)[last] = part
+    return tree
+
+
+def _save_tree(
+    target: Path, tree: dict[str, Any], paths: tuple[str, ...], read: _Source, step: int | None
+) -> Conversion:
+    missing = [rank for rank, state in enumerate(read.random) if state is None]
     if missing:
         raise CheckpointError(
             "convert_checkpoint: the folder lacks the random states of rank "
-            f"{', '.join(map(str, missing[:5]))} out of {len(random)} ranks "
+            f"{', '.join(map(str, missing[:5]))} out of {len(read.random)} ranks "
             f"(random_states_{missing[0]}.pkl). Copy the files from their machines, or leave 'random' out."
         )
-    path = save_for_ranks(target, tree, random, step=step)
-    notes = folder.notes
-    if not random:
+    path = save_for_ranks(target, tree, read.random, step=step)
+    notes = read.notes
+    if not read.random:
         notes += ("It has no random states: loading it leaves the generators unchanged.",)
-    return Conversion(path=path, parts=tuple(path for path in paths if path != "random"), notes=notes)
+    return Conversion(path=path, parts=paths, notes=notes)
+
+
+def _write_tree(target: Path, tree: dict[str, Any], *, has_random: bool) -> tuple[str, ...]:
+    """Write a tree as a DCP folder, and return notes."""
+    form = torch_form(tree)
+    write_dcp(target, form)
+    notes: list[str] = []
+    if has_random:
+        notes.append("The random states are left out.")
+    unnamed = [
+        path
+        for path, part in states_in(tree)
+        if isinstance(part, Optimizer) and is_unnamed(part.state_dict())
+    ]
+    if unnamed:
+        notes.append(
+            f"{', '.join(unnamed)}: parameters have numbers and no names, as in the optimizer's state_dict()."
+        )
+    lost = list(lost_keys(form))
+    if lost:
+        notes.append(
+            f"{', '.join(lost[:5])}: keys that are no texts have become texts, as torch writes them."
+        )
+    return tuple(notes)
+
+
+# --- from Accelerate and DCP ---------------------------------------------------------------------
+
+
+def _read_folder(source: str | os.PathLike[str], choose: _Choose) -> _Source:
+    if is_sharded_folder(source):
+        parts = read_dcp(Path(source), choose)
+        doubtful = [*numbered_keys(parts)][:5]
+        note = f"{', '.join(doubtful)}: keys are texts, as torch writes numbers. Check them before you load."
+        return _Source(parts, (), (note,) if doubtful else ())
+    folder = read_folder(Path(source))
+    chosen = choose([*folder.tree])
+    parts: dict[str, Any] = {}
+    for name, value in folder.tree.items():
+        if name in chosen and name != "random":
+            kind = Optimizer if name.startswith("optimizer") else State
+            parts[name] = value if name in _VALUES else kind(value)
+    return _Source(parts, folder.tree["random"] if "random" in chosen else (), folder.notes)
 
 
 def _with_model_paths(optimizer: Mapping[str, Any], path_of: Mapping[str, str]) -> dict[str, Any]:
@@ -213,10 +291,19 @@ def _with_model_paths(optimizer: Mapping[str, Any], path_of: Mapping[str, str]) 
     }
 
 
-def _folder_weights(
-    source: str | os.PathLike[str], path_of: Mapping[str, str], leaf: str
-) -> dict[str, torch.Tensor]:
-    tree = read_folder(Path(source), kinds=("model",)).tree
+def _folder_weights(source: Path, path_of: Mapping[str, str], leaf: str) -> dict[str, torch.Tensor]:
+    if is_sharded_folder(source):
+        found: list[str] = []
+
+        def choose(names: Sequence[str]) -> Collection[str]:
+            found.extend(path_of.get(name, name) for name in names)
+            return [name for name in names if f"{leaf}/".startswith(f"{path_of.get(name, name)}/")]
+
+        states = dict(states_in(_renamed(read_dcp(source, choose), path_of)))
+        if leaf not in states:
+            raise ValueError(f"convert_checkpoint: there is no model {leaf!r}. There are {', '.join(found)}.")
+        return _checked_weights(states[leaf].state_dict(), leaf)
+    tree = read_folder(source, kinds=("model",)).tree
     models = {path_of.get(name, name): value for name, value in tree.items()}
     if leaf not in models:
         raise ValueError(f"convert_checkpoint: there is no model {leaf!r}. There are {', '.join(models)}.")
@@ -238,7 +325,10 @@ def _stored_weights(source: str | os.PathLike[str], leaf: str) -> dict[str, torc
         return [node]
 
     stored = read_parts(source, choose)
-    state = decode(stored.documents[0], stored.tensors)
+    return _checked_weights(decode(stored.documents[0], stored.tensors), leaf)
+
+
+def _checked_weights(state: Any, leaf: str) -> dict[str, torch.Tensor]:
     values = cast("dict[Any, Any]", state) if isinstance(state, dict) else {}
     odd = [name for name, value in values.items() if not isinstance(value, torch.Tensor)]
     if not values or odd or not all(isinstance(name, str) for name in values):
@@ -247,3 +337,44 @@ def _stored_weights(source: str | os.PathLike[str], leaf: str) -> dict[str, torc
             f"convert_checkpoint: {leaf!r} is not the state of a model: {what}. Pass the path of one as leaf."
         )
     return {name: value.detach() for name, value in values.items()}
+
+
+def _read_checkpoint(source: str | os.PathLike[str], choose: _Choose) -> _Source:
+    chosen: dict[str, Json] = {}
+    differs = False
+
+    def documents(manifest: Manifest) -> list[Json]:
+        nonlocal chosen, differs
+        tree, joined = document_of(manifest.tree, 0), cast("dict[str, Json]", manifest.tree)
+        if not isinstance(tree, dict) or "$" in tree:
+            raise ValueError(
+                f"convert_checkpoint: the tree in {source} is no dict with texts as keys, as "
+                "torch.distributed.checkpoint needs it. Save a dict of its parts."
+            )
+        kept = choose([*tree])
+        own = {name: node for name, node in tree.items() if name in kept}
+        chosen, differs = own, any(node != joined.get(name) for name, node in own.items())
+        return [*own.values()]
+
+    stored = read_parts(source, documents)
+    parts = {name: _from_document(node, stored.tensors, f"/{name}") for name, node in chosen.items()}
+    notes = ("What each rank had for itself is that of rank 0.",) if differs else ()
+    return _Source(parts, () if stored.manifest.random is None else (None,), notes)
+
+
+def _from_document(node: Json, tensors: Mapping[str, torch.Tensor], path: str) -> Any:
+    """Build a tree from its document, with stand-ins for the objects, and dicts for named tuples."""
+    children = children_of(node, path)
+    kind = node.get("$", "dict") if isinstance(node, dict) else "list"
+    if children is None or kind == "node":
+        return decode(node, tensors)
+    values = [_from_document(child, tensors, path) for _, child in children]
+    if kind == "object":
+        (state,) = values
+        is_optimizer = isinstance(state, dict) and {"state", "groups"} <= state.keys()
+        return Optimizer(state) if is_optimizer else State(state)
+    if kind in ("list", "deque"):
+        return values
+    if kind == "tuple":
+        return tuple(values)
+    return dict(zip((key for key, _ in children), values, strict=True))

@@ -90,7 +90,10 @@ def _describe(names: Sequence[str]) -> str:
     if any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in names):
         return "it is a checkpoint of Accelerate; turn it into one with `accelfn checkpoint convert`"
     if ".metadata" in names or any(name.endswith(".distcp") for name in names):
-        return "it is a checkpoint of torch.distributed.checkpoint"
+        return (
+            "it is a checkpoint of torch.distributed.checkpoint; turn it into one with "
+            "`accelfn checkpoint convert`"
+        )
     if any(re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name) for name in names):
         return "it holds the weights of a model, and no state of a training"
     if not names:

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -39,10 +39,10 @@ _RECORDS = ("torch.distributed.checkpoint.", "torch.serialization", "pathlib")
 # Accelerate's names for the folders within one of its checkpoints.
 _WEIGHTS, _OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 # Keys of states that programs save together.
-_MODELS = ("model", "model_state_dict", "state_dict", "module")
-_OPTIMIZERS = re.compile(r"optim(izers?)?(_state(_dict)?)?|opt|param_groups")
+MODELS = ("model", "model_state_dict", "state_dict", "module")
+OPTIMIZERS = re.compile(r"optim(izers?)?(_state(_dict)?)?|opt|param_groups")
 
-_Path = tuple[Any, ...]
+EntryPath = tuple[Any, ...]  # keys in the dict that was saved
 _ChunkKey = tuple[str, "tuple[int, ...] | None"]
 
 
@@ -56,7 +56,7 @@ class _ShardedTensor(NamedTuple):
         read: Reads and assembles the chunks.
     """
 
-    path: _Path
+    path: EntryPath
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
@@ -71,7 +71,7 @@ class _ShardedFolder(NamedTuple):
     """
 
     tensors: tuple[_ShardedTensor, ...]
-    others: tuple[tuple[_Path, Callable[[], Any]], ...]
+    others: tuple[tuple[EntryPath, Callable[[], Any]], ...]
 
 
 def _open(directory: Path) -> _ShardedFolder:
@@ -99,7 +99,7 @@ def _open(directory: Path) -> _ShardedFolder:
             chunks[index.get("fqn"), None if offset is None else tuple(offset)] = chunk
         paths = cast("dict[str, Any]", table.get("planner_data") or {})
         tensors: list[_ShardedTensor] = []
-        others: list[tuple[_Path, Callable[[], Any]]] = []
+        others: list[tuple[EntryPath, Callable[[], Any]]] = []
         for key, described in cast("dict[str, Record]", table.get("state_dict_metadata")).items():
             path = tuple(paths.get(key, (key,)))
             if "size" in described:
@@ -187,18 +187,47 @@ def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
         CheckpointError: A file contains more than data, or is compressed or encrypted.
         DamagedCheckpointError: A file is missing, truncated, or inconsistent with the table.
     """
-    folder = _open(directory)
-    tree: dict[Any, Any] = {}
+    tree = read_sharded_tree(directory, lambda tensors, others: {path: path for path in (*tensors, *others)})
     with _explaining_damage(directory):
-        for path, read in (*((tensor.path, tensor.read) for tensor in folder.tensors), *folder.others):
-            inner = tree
-            for key in path[:-1]:
-                inner = inner.setdefault(key, {})
-            inner[path[-1]] = read()
         if list(tree) != [top]:
             keys = ", ".join(map(repr, tree)) or "no keys"
             raise ValueError(f"it must hold the key {top!r} alone, and has {keys}")
-        return _with_lists(tree[top])
+    return tree[top]
+
+
+def is_sharded_folder(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory contains the table of a sharded folder."""
+    return (Path(directory) / _TABLE).is_file()
+
+
+def read_sharded_tree(
+    directory: Path,
+    arrange: Callable[[Sequence[EntryPath], Sequence[EntryPath]], Mapping[EntryPath, EntryPath]],
+) -> dict[str, Any]:
+    """Return the entries of a sharded folder as a tree of dicts and lists, with complete tensors on the CPU.
+
+    Args:
+        directory: The folder with ``.metadata`` in it.
+        arrange: Gets the paths of the tensors, and of the other entries. Returns the new path of each entry
+            that is to be read.
+
+    Raises:
+        CheckpointError: A file contains more than data, or is compressed or encrypted.
+        DamagedCheckpointError: A file is missing, truncated, or inconsistent with the table.
+    """
+    folder = _open(directory)
+    places = arrange([tensor.path for tensor in folder.tensors], [path for path, _ in folder.others])
+    tree: dict[Any, Any] = {}
+    with _explaining_damage(directory):
+        for path, read in (*((tensor.path, tensor.read) for tensor in folder.tensors), *folder.others):
+            if path not in places:
+                continue
+            *outer, last = places[path]
+            inner = tree
+            for key in outer:
+                inner = inner.setdefault(key, {})
+            inner[last] = read()
+        return {key: _with_lists(value) for key, value in tree.items()}
 
 
 def _with_lists(tree: Any) -> Any:
@@ -286,7 +315,7 @@ def _remove_all_but(kept: Path, folder: Path) -> None:
 
 
 def _check_source(source: Path) -> None:
-    if (source / _TABLE).is_file():
+    if is_sharded_folder(source):
         return
     if not source.is_dir():
         what = "is a file" if source.exists() else "does not exist"
@@ -320,16 +349,16 @@ def _named_weights(source: Path) -> dict[str, _ShardedTensor]:
     return weights
 
 
-def _place_of_weights(source: Path, folder: _ShardedFolder) -> _Path:
+def _place_of_weights(source: Path, folder: _ShardedFolder) -> EntryPath:
     """Return the keys under which the weights are: one that all share, the model's beside an optimizer's."""
     paths = [*(tensor.path for tensor in folder.tensors), *(path for path, _ in folder.others)]
-    place: _Path = ()
+    place: EntryPath = ()
     while True:
         below = [path[len(place) :] for path in paths if path[: len(place)] == place and path != place]
         tops = {path[0] for path in below}
         nested = {path[0] for path in below if len(path) > 1}
-        models = [key for key in _MODELS if key in nested]
-        if any(_OPTIMIZERS.fullmatch(str(key)) for key in tops):
+        models = [key for key in MODELS if key in nested]
+        if any(OPTIMIZERS.fullmatch(str(key)) for key in tops):
             if not models:
                 raise CheckpointError(
                     f"merge_fsdp_weights: {source} holds an optimizer's state and no model's (under a key "

@@ -93,22 +93,25 @@ def make_parser() -> CommandParser:
     prune.add_argument("--dry_run", action="store_true", help="print what would be removed")
 
     convert = add("convert", "convert a checkpoint to another format")
-    convert.add_argument("source", metavar="SOURCE", help="checkpoint, or directory written by Accelerate")
+    convert.add_argument("source", metavar="SOURCE", help="checkpoint, or directory of Accelerate or DCP")
     convert.add_argument("target", metavar="TARGET", help="directory to create")
-    forms = ("accelfn", "safetensors")
-    convert.add_argument("--to", required=True, choices=forms, help="format")
+    forms = ("accelfn", "safetensors", "dcp")
+    convert.add_argument(
+        "--to", required=True, choices=forms, help="format; dcp: torch.distributed.checkpoint"
+    )
     for flag, metavar, about in (
-        ("--name", "OLD=NEW", "rename a part of an Accelerate checkpoint, such as model=models/unet"),
+        ("--name", "OLD=NEW", "rename a part of another program's checkpoint, such as model=models/unet"),
         ("--leave_out", "PATH", "part to omit"),
     ):
         convert.add_argument(flag, metavar=metavar, action="append", default=[], help=f"{about}; repeatable")
-    for flag, metavar, default, about in (
-        ("--leaf", "PATH", "model", "path of the model"),
-        ("--max_shard_size", "SIZE", "10GB", "maximum file size"),
-    ):
-        convert.add_argument(
-            flag, metavar=metavar, default=default, help=f"{about}, for safetensors ({default})"
-        )
+    convert.add_argument(
+        "--leaf",
+        metavar="PATH",
+        help="path of the model, for safetensors (model), or for dcp, to write it alone",
+    )
+    convert.add_argument(
+        "--max_shard_size", metavar="SIZE", default="10GB", help="maximum file size, for safetensors (10GB)"
+    )
     convert.add_argument("--step", metavar="N", type=int, help="step of the checkpoint, for accelfn")
     convert.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint of accelfn")
     return parser

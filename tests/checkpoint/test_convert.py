@@ -236,7 +236,7 @@ def test_weights_are_extracted_to_safetensors(form: str, tmp_path: Path) -> None
         ("theirs", {"names": {"model": "a", "model_1": "a/b"}}, "'a' can't be the path of a part"),
         ("theirs", {"to": "safetensors", "names": {"model": "net"}}, "There are net, model_1"),
         ("ours", {}, "is a checkpoint of accelfn already"),
-        ("ours", {"to": "pickle"}, "to must be one of accelfn, safetensors, got 'pickle'"),
+        ("ours", {"to": "pickle"}, "to must be one of accelfn, safetensors, dcp, got 'pickle'"),
         ("ours", {"to": "safetensors", "leaf": "net"}, "there is no 'net' in the tree, which has model"),
         ("ours", {"to": "safetensors", "leaf": "epoch"}, "'epoch' is not .* it has no named tensors"),
         ("ours", {"to": "safetensors", "leaf": "mixed"}, "'mixed' is not .* model: rate must be tensors"),
