@@ -230,7 +230,8 @@ def _plan(size: int, rank: int, state: dict[str, Any]) -> Planned:
         return format_manifest(WRITE._manifest(job, [json.dumps([[file], {}]) for file in files]))
 
     content, committed = cost_of(commit)
-    request = Request("load_state", "at", find_names(state), True, frozenset[str]().__contains__)
+    names, is_optional = find_names(state), frozenset[str]().__contains__
+    request = Request("load_state", "at", REAL_DISK, names, True, is_optional)
 
     def load() -> tuple[Manifest, dict[str, list[Overlap]]]:
         manifest = parse_manifest(content)
