@@ -45,7 +45,7 @@ def exchange_documents(
     base = json.loads(phases.gather(phase, json.dumps(own[first]) if rank == sender else "")[sender])
     others = [digest for digest, one in senders.items() if one == rank and digest != first]
     mine = {digest: differences(base, json.loads(json.dumps(own[digest]))) for digest in others}
-    texts = phases.gather("differences", json.dumps(mine) if mine else "")
+    texts = phases.gather(f"{phase} differences", json.dumps(mine) if mine else "")
     found = {digest: changed(base, one) for text in texts if text for digest, one in json.loads(text).items()}
     return {first: base, **found}
 

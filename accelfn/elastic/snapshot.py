@@ -323,7 +323,10 @@ def _exchange(side: Context, slot: _Slot, names: Sequence[str], shift: int, *, n
     """Send what only this rank has to its neighbour, and keep that of the neighbour on the other side."""
     own = slot.own
     assert own is not None
-    described = json.dumps([own._replace(held={name: own.held[name] for name in names}, tensors={}), *names])
+    # In the order of all, so that a copy of all has the same digest as the original.
+    alone = frozenset(names)
+    held = {name: one for name, one in own.held.items() if name in alone}
+    described = json.dumps([own._replace(held=held, tensors={}), *names])
     header = torch.frombuffer(bytearray(described.encode()), dtype=torch.uint8)
     outgoing = slot.alone.used
     sizes = json.dumps([header.numel(), outgoing.numel(), newcomers]).encode()
