@@ -1,14 +1,17 @@
 """What the memory of some ranks is worth: every snapshot that is whole can be restored, in any world."""
 
 import copy
+import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, Literal
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed import DistStoreError
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,7 +19,7 @@ import accelfn as af
 from accelfn.context import Context
 from accelfn.elastic.assemble import restore_snapshot
 from accelfn.elastic.snapshot import Key, Memory, Regroup, neighbour_shift
-from accelfn.errors import CheckpointMismatchError, MismatchError, RemoteRankError
+from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import OPTIMIZERS, Layout, differing, laid_out, mesh_of, step, whole
 from tests.checkpoint.state.test_stages import Cut, go, new, tensors
@@ -286,6 +289,19 @@ def test_what_can_not_be_stored_is_named() -> None:
             memory.take(ctx, {"callback": print})
 
     run_ranks(run, 1)
+
+
+def test_a_member_that_is_lost_while_others_connect_to_it_is_a_loss_soon() -> None:
+    def run(ctx: Context) -> None:
+        def split(groups: Any, timeout: timedelta) -> Any:
+            assert timeout <= timedelta(seconds=15) < timedelta(seconds=ctx.guard.timeout_s)
+            raise DistStoreError("wait timeout after 15000ms, keys: /0//cpu//0/1")
+
+        seam = dataclasses.replace(ctx.collectives, split=split)
+        with pytest.raises(MissingRankError, match="could not be reached: wait timeout"):
+            Memory().enter(dataclasses.replace(ctx, collectives=seam), 1)
+
+    run_ranks(run, 2, "processes")
 
 
 # --- what ranks exchange ---------------------------------------------------------------------------
