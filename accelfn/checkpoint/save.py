@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from accelfn.checkpoint.background import (
     finish_background,
     paused_collection,
 )
-from accelfn.checkpoint.by_rank import changed, differences, join_documents, renamed
+from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.collect import (
     collect_state,
     contents,
@@ -33,6 +32,7 @@ from accelfn.checkpoint.collect import (
 )
 from accelfn.checkpoint.commit import check_path, check_target
 from accelfn.checkpoint.document.encode import Encoded, encode
+from accelfn.checkpoint.groups import digest_of, exchange_documents, group_equal, rename_trees
 from accelfn.checkpoint.keep import Keep
 from accelfn.checkpoint.manifest import Json, Part, StoredTensor, entry_key, leaf_path
 from accelfn.checkpoint.plan import (
@@ -408,7 +408,7 @@ def _agree_on(
 ) -> Job:
     """Exchange summaries of what the ranks hold, and plan which rank writes what."""
     world = ctx.world
-    summary, details = {}, ""
+    summary, details = {}, {}
     if own is not None:
         summary, details = _summarise(own)
         summary["files"] = files is not None
@@ -417,19 +417,16 @@ def _agree_on(
     assert own is not None  # otherwise gather has raised
     ranks = [json.loads(text) for text in texts]
     groups, replicated = _group_ranks(phases, own, details, ranks)
-    trees = _trees(phases, own, ranks)
+    digests = [one["tree"] for one in ranks]
+    found = exchange_documents(phases, "tree", [[one] for one in digests], {summary["tree"]: own.tree})
+    trees: list[Json] = [found[digest] for digest in digests]
     if not options.allow_drift and ctx.guard.check_replicas_before_saving:
         _refuse_drift(ctx, own, groups, replicated)
     _refuse_different_copies(phases, own, ranks, groups)
     randoms = [Group((rank,), parse_held(one["random_held"]), ((),)) for rank, one in enumerate(ranks)]
     plan = plan_save(world.size, [*groups, *randoms])
     tree_names, random_names_of = plan.names[: len(groups)], plan.names[len(groups) :]
-    by_rank: list[Json] = [None] * world.size
-    for group, names in zip(groups, tree_names, strict=True):
-        known = {id(trees[rank]): trees[rank] for rank in group.ranks}
-        known = {number: renamed(tree, names) for number, tree in known.items()}
-        for rank in group.ranks:
-            by_rank[rank] = known[id(trees[rank])]
+    by_rank = rename_trees(groups, tree_names, trees)
     if own.staged and ctx.mesh is not None:
         mesh = ctx.mesh.plan
         stages = sorted({mesh.group(rank, "pp") for rank in range(world.size)})
@@ -460,36 +457,32 @@ def _agree_on(
     )
 
 
-def _summarise(own: _RankState) -> tuple[dict[str, Any], str]:
+def _summarise(own: _RankState) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what the other ranks always need, and what they need only if ranks differ.
 
     The first doesn't grow with the tensors: it has parts and digests by layout.
     """
-    details = json.dumps({"held": own.held, "replicated": sorted(own.replicated)})
+    details = {"held": own.held, "replicated": sorted(own.replicated)}
     names: dict[int | None, list[str]] = {}
     for name in own.copies:
         names.setdefault(own.held[name].layout, []).append(name)
     summary = {
-        "details": hashlib.sha256(details.encode()).hexdigest(),
-        "tree": _digest([json.dumps(own.tree)]),
+        "details": digest_of(details),
+        "tree": digest_of(own.tree),
         "boxes": own.boxes,
         "random": own.random,
         "random_held": own.random_held,
         # Of each layout of which other ranks hold the same parts: its number, and digests of its tensors.
         "copies": [
-            [layout, _digest(some), _digest([own.copies[name] for name in some])]
+            [layout, digest_of(some), digest_of([own.copies[name] for name in some])]
             for layout, some in names.items()
         ],
     }
     return summary, details
 
 
-def _digest(texts: Sequence[str]) -> str:
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:32]
-
-
 def _group_ranks(
-    phases: CollectivePhases, own: _RankState, details: str, ranks: Sequence[Any]
+    phases: CollectivePhases, own: _RankState, details: Mapping[str, Any], ranks: Sequence[Any]
 ) -> tuple[list[Group], list[Sequence[str]]]:
     """Return the groups of ranks that hold the same; and of each which tensors must be equal.
 
@@ -499,44 +492,12 @@ def _group_ranks(
         details: Of this rank.
         ranks: The summaries of all ranks.
     """
-    by_digest: dict[str, list[int]] = {}
-    for rank, one in enumerate(ranks):
-        by_digest.setdefault(one["details"], []).append(rank)
-    boxes = [parse_boxes(one["boxes"]) for one in ranks]
-    members = [*by_digest.values()]
-
-    def group(numbers: Sequence[int], held: Mapping[str, Held]) -> Group:
-        return Group(tuple(numbers), held, [boxes[rank] for rank in numbers])
-
-    if len(members) == 1:
-        return [group(members[0], own.held)], [sorted(own.replicated)]
-    # Only the first rank of each group, such as of copies of a stage, sends its details.
-    is_first = any(numbers[0] == phases.ctx.rank for numbers in members)
-    texts = phases.gather("details", details if is_first else "")
-    parsed = [json.loads(texts[numbers[0]]) for numbers in members]
-    return (
-        [group(numbers, parse_held(one["held"])) for numbers, one in zip(members, parsed, strict=True)],
-        [one["replicated"] for one in parsed],
-    )
-
-
-def _trees(phases: CollectivePhases, own: _RankState, ranks: Sequence[Any]) -> list[Json]:
-    """Return the documents of the ranks' trees, which share their equal parts.
-
-    A rank that has another one than the first sends only what differs, such as a number of its own.
-    """
-    digests = [one["tree"] for one in ranks]
-    if len(set(digests)) == 1:
-        return [own.tree] * len(ranks)
-    rank = phases.ctx.rank
-    base = json.loads(phases.gather("tree", "" if rank else json.dumps(own.tree))[0])
-    firsts: dict[str, int] = {}
-    for number, digest in enumerate(digests):
-        firsts.setdefault(digest, number)
-    is_first = firsts[digests[rank]] == rank
-    texts = phases.gather("differences", json.dumps(differences(base, own.tree)) if is_first else "")
-    trees = {digest: changed(base, json.loads(texts[first])) for digest, first in firsts.items()}
-    return [trees[digest] for digest in digests]
+    digests = [one["details"] for one in ranks]
+    mine = digests[phases.ctx.rank]
+    found = exchange_documents(phases, "details", [[one] for one in digests], {mine: details})
+    held = {one: own.held if one == mine else parse_held(found[one]["held"]) for one in found}
+    groups = group_equal(digests, held, [parse_boxes(one["boxes"]) for one in ranks])
+    return groups, [found[one]["replicated"] for one in dict.fromkeys(digests)]
 
 
 def _refuse_drift(

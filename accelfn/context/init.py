@@ -260,6 +260,8 @@ def _join(
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
         torch.accelerator.set_device_index(plan.device)
     connecting = timeout if meeting is None else meeting.patience
+    counts = cast("Any", dist.distributed_c10d)._world
+    count = counts.group_count
     try:
         store = join_store(place, timeout, patience, init_method) if meeting is None else meeting.store
         dist.init_process_group(
@@ -273,6 +275,8 @@ def _join(
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         if previous is not None:
             torch.accelerator.set_device_index(previous)
+        # torch names worlds by this number: who has failed would wait under another name than the others.
+        counts.group_count = count
         raise DistributedError(
             f"rank {place.rank} could not join its world of {place.size} ({place.launcher}, backend "
             f"{plan.backend}, at {method}): {error}{_advice(unset, method)}"

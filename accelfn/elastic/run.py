@@ -57,7 +57,7 @@ from accelfn.elastic.membership import (
     meet,
     place_in,
 )
-from accelfn.elastic.snapshot import Memory, Regroup
+from accelfn.elastic.snapshot import CONNECT, Memory, Regroup
 from accelfn.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
@@ -72,8 +72,6 @@ T = TypeVar("T")
 
 _BEAT_S = 0.5
 _LOOK_S = 0.1
-# Members of a new world know each other, and connect at once unless one of them is lost.
-_CONNECT = timedelta(seconds=15)
 # An error may be the first sign of a loss, which the launcher notices within this time.
 _BLAME_S = 1.5
 
@@ -324,7 +322,7 @@ class _Process(Generic[S, T]):
         """
         store = PrefixStore(f"accelfn/elastic/rehearsal/{self.seat.me.name}", self.store)
         place = EnvironmentPlan(launcher="elastic")
-        with join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), self._options) as ctx:
+        with join_meeting(Meeting(place, store, self.seat.device_index, CONNECT), self._options) as ctx:
             self._make_state(ctx)
         gc.collect()
 
@@ -337,7 +335,7 @@ class _Process(Generic[S, T]):
         store = PrefixStore(f"accelfn/elastic/world/{roster.generation}", self.store)
         place = place_in(roster, self.seat.me)
         try:
-            ctx = join_meeting(Meeting(place, store, self.seat.device_index, _CONNECT), self._options)
+            ctx = join_meeting(Meeting(place, store, self.seat.device_index, CONNECT), self._options)
         except DistributedError as error:
             if not roster.generation:
                 raise

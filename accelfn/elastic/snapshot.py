@@ -23,10 +23,13 @@ from accelfn.checkpoint.plan import Boxes, Held, has_copies
 from accelfn.comm import Call, catch, count_call, gather_bytes
 from accelfn.context import Context, World, takes_context
 from accelfn.context.world import GroupOwner
-from accelfn.errors import CheckpointMismatchError
+from accelfn.errors import CheckpointMismatchError, DistributedError, MissingRankError
 from accelfn.tree import local_of
 from accelfn.weights.dtypes import dtype_from_name
 
+# Members of a new world know each other, and connect at once unless one of them is lost. If the others have
+# its address by then, Gloo waits for it five times as long.
+CONNECT = timedelta(seconds=15)
 _LOOK_S = 0.002
 
 
@@ -128,11 +131,22 @@ class Memory:
         """Use a new world from now on; its snapshots need a group of their own, for the background.
 
         Ranks: every rank of ``ctx``.
+
+        Raises:
+            MissingRankError: Another one was lost meanwhile.
         """
         self._generation = generation
         self._exchange = _Exchange()
         group = [tuple(range(ctx.num_processes))]
-        part = ctx.collectives.split(group, timedelta(seconds=ctx.guard.timeout_s))[0]
+        try:
+            part = ctx.collectives.split(group, CONNECT)[0]
+        except RuntimeError as error:
+            if isinstance(error, DistributedError):
+                raise
+            # Torch's: nothing else ends the wait for a member that is lost while the others connect to it.
+            raise MissingRankError(
+                f"remember: a member of the new world could not be reached: {error}"
+            ) from error
         self._owner = part.group_owner
         world = World(rank=ctx.rank, size=ctx.num_processes, local_size=ctx.num_processes)
         world = dataclasses.replace(world, local_rank=ctx.rank)
@@ -323,7 +337,10 @@ def _exchange(side: Context, slot: _Slot, names: Sequence[str], shift: int, *, n
     """Send what only this rank has to its neighbour, and keep that of the neighbour on the other side."""
     own = slot.own
     assert own is not None
-    described = json.dumps([own._replace(held={name: own.held[name] for name in names}, tensors={}), *names])
+    # In the order of all, so that a copy of all has the same digest as the original.
+    alone = frozenset(names)
+    held = {name: one for name, one in own.held.items() if name in alone}
+    described = json.dumps([own._replace(held=held, tensors={}), *names])
     header = torch.frombuffer(bytearray(described.encode()), dtype=torch.uint8)
     outgoing = slot.alone.used
     sizes = json.dumps([header.numel(), outgoing.numel(), newcomers]).encode()

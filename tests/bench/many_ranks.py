@@ -27,6 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import accelfn as af
 from accelfn.checkpoint import Keep
+from accelfn.checkpoint.by_rank import differences
+from accelfn.checkpoint.collect import parse_boxes
 from accelfn.checkpoint.manifest import Manifest, format_manifest, parse_manifest
 from accelfn.checkpoint.objects import find_names
 from accelfn.checkpoint.overlaps import Known, Overlap, find_overlaps
@@ -115,19 +117,23 @@ class Told(NamedTuple):
         ctx: Of this rank.
         others: Returns the texts of all ranks for that of this rank, by phase; a phase that isn't in it has
             equal texts.
-        lengths: Of what this rank has sent, by phase; is written to.
+        lengths: Of what this rank has sent, by phase; is written to, as is the next one.
+        got: Of what the others have sent.
     """
 
     ctx: Context
     others: Mapping[str, Callable[[str], list[str]]]
     lengths: dict[str, int]
+    got: dict[str, int]
 
     def gather(self, phase: str, text: str, error: Exception | None = None) -> list[str]:
         if error is not None:
             raise error
-        name = phase.partition(" ")[0]
+        name = phase.partition(" {")[0]
+        texts = self.others[name](text) if name in self.others else [text] * self.ctx.num_processes
         self.lengths[name] = len(text)
-        return self.others[name](text) if name in self.others else [text] * self.ctx.num_processes
+        self.got[name] = sum(map(len, texts)) - len(text)
+        return texts
 
 
 class Cost(NamedTuple):
@@ -162,7 +168,9 @@ class Planned(NamedTuple):
         load: From the bytes of the manifest to what it reads.
         manifest: Bytes of it.
         sent: Bytes that the rank sends so that a save can be planned.
-        offered: Bytes that it sends to restore a snapshot of an elastic run.
+        restore: From what the ranks say of a snapshot to what it fetches, when another rank was lost.
+        offered: Bytes that it sends for that.
+        told: Bytes that it gets.
     """
 
     save: Cost
@@ -170,7 +178,9 @@ class Planned(NamedTuple):
     load: Cost
     manifest: int
     sent: int
+    restore: Cost
     offered: int
+    told: int
 
 
 def plan(size: int) -> Planned:
@@ -210,14 +220,7 @@ def _plan(size: int, rank: int, state: dict[str, Any]) -> Planned:
 
         return [of(rank) for rank in range(size)]
 
-    made: list[list[str]] = []  # once, which isn't to be measured
-
-    def answer(text: str) -> list[str]:
-        if not made:
-            made.append(all_of(text))
-        return made[0]
-
-    told = Told(ctx, {"begin": answer}, {})
+    told = Told(ctx, {"begin": once(all_of)}, {}, {})
     options = SAVE._Options(7, None, None, False, False)
     agree: Callable[[], Job] = partial(SAVE._agree_on, told.ctx, told, Path("at"), own, None, options, None)
     agree()
@@ -230,7 +233,8 @@ def _plan(size: int, rank: int, state: dict[str, Any]) -> Planned:
         return format_manifest(WRITE._manifest(job, [json.dumps([[file], {}]) for file in files]))
 
     content, committed = cost_of(commit)
-    request = Request("load_state", "at", REAL_DISK, find_names(state), True, frozenset[str]().__contains__)
+    names, is_optional = find_names(state), frozenset[str]().__contains__
+    request = Request("load_state", "at", REAL_DISK, names, True, is_optional)
 
     def load() -> tuple[Manifest, dict[str, list[Overlap]]]:
         manifest = parse_manifest(content)
@@ -243,15 +247,113 @@ def _plan(size: int, rank: int, state: dict[str, Any]) -> Planned:
     (manifest, overlaps), loaded = cost_of(load)
     assert len(overlaps) == len(own.tensors)
     assert manifest.world_size == size
-    share = Share(
-        Key(7, 0), rank, size, False, False, (rank,), own.tree, own.random, own.held, own.boxes, own.tensors
-    )
-    whole = {name: one for name, one in own.held.items() if one.layout is None}
-    described = ASSEMBLE._describe(share._replace(held=whole))
-    described[5] = own.held
-    # A rank has its own share of the two newest snapshots and a neighbour's, and describes those of one.
-    offered = 4 * len(json.dumps(ASSEMBLE._offer(share))) + 2 * len(json.dumps(described))
-    return Planned(save, committed, loaded, len(content), told.lengths["begin"], offered)
+    restored, offers = plan_restore(ctx, state, own, boxes_of)
+    sizes = (sum(of.values()) for of in (offers.lengths, offers.got))
+    return Planned(save, committed, loaded, len(content), told.lengths["begin"], restored, *sizes)
+
+
+def once(answer: Callable[[str], list[str]]) -> Callable[[str], list[str]]:
+    """Return a function that makes the texts of all ranks at its first call, which isn't to be measured."""
+    made: list[list[str]] = []
+
+    def found(text: str) -> list[str]:
+        if not made:
+            made.append(answer(text))
+        return made[0]
+
+    return found
+
+
+# Its process was replaced, and a neighbour has its share.
+_LOST = 1
+
+
+def plan_restore(
+    ctx: Context, state: dict[str, Any], own: Any, boxes_of: Callable[[int], list[Any]]
+) -> tuple[Cost, Told]:
+    """Plan to restore a snapshot when a rank was lost, and return what was exchanged for that."""
+    size, rank = ctx.num_processes, ctx.rank
+    held = {name: one._replace(content="") for name, one in {**own.held, **own.random_held}.items()}
+
+    def share_of(key: Key, owner: int, is_copy: bool) -> Share:
+        """Return a share; a copy has no tensors of which its owner has nothing."""
+        boxes = parse_boxes(boxes_of(owner))
+        some = {
+            name: one for name, one in held.items() if not is_copy or one.layout is None or boxes[one.layout]
+        }
+        tensors = {name: own.tensors[name] for name in some}
+        return Share(key, owner, size, is_copy, False, (owner,), own.tree, own.random, some, boxes, tensors)
+
+    def places_of(holder: int) -> list[tuple[Key, int, bool]]:
+        places = [] if holder == _LOST else [(holder, False), ((holder - 1) % size, True)]
+        return [(key, *place) for place in places for key in (Key(10, 0), Key(20, 0))]
+
+    # What holds the same: an offer, the first rank that makes it, and the tensors.
+    kinds: dict[tuple[bool, ...], tuple[Any, int, Any]] = {}
+
+    def offers(text: str) -> list[str]:
+        texts: list[str] = []
+        for holder in range(size):
+            rows: list[Any] = []
+            for key, owner, is_copy in places_of(holder):
+                boxes = boxes_of(owner)
+                kind = tuple(is_copy and not some for some in boxes)
+                if kind not in kinds:
+                    share = share_of(key, owner, is_copy)
+                    kinds[kind] = ASSEMBLE._offer(share), holder, share.held
+                offer = kinds[kind][0]._replace(key=key, owner=owner, is_copy=is_copy, boxes=boxes)
+                rows.append(offer)
+            texts.append(json.dumps(rows))
+        assert texts[rank] == text
+        return texts
+
+    def by_first(document: Any) -> Callable[[str], list[str]]:
+        return lambda text: [json.dumps(document), *[text] * (size - 1)]
+
+    def base(text: str) -> list[str]:
+        return by_first(next(iter(kinds.values()))[2])(text)
+
+    def differing(text: str) -> list[str]:
+        [first, *others] = kinds.values()
+        texts: list[dict[str, Any]] = [{} for _ in range(size)]
+        like = json.loads(json.dumps(first[2]))
+        for offer, holder, document in others:
+            texts[holder][offer.held] = differences(like, json.loads(json.dumps(document)))
+        return [json.dumps(one) if one else "" for one in texts]
+
+    def summaries(text: str) -> list[str]:
+        [said] = json.loads(text)
+
+        def of(owner: int) -> Any:
+            randoms = {name: [*one[:4], f"{one[4]}{owner}"] for name, one in said[4].items()}
+            return [*said[:2], [owner], said[3], randoms]
+
+        owners = [[] if one == _LOST else [_LOST, one] if one == _LOST + 1 else [one] for one in range(size)]
+        return [json.dumps([of(owner) for owner in some]) for some in owners]
+
+    names, is_optional = find_names(state), frozenset[str]().__contains__
+    request = Request("run_elastic", ".", REAL_DISK, names, True, is_optional)
+    mine = [share_of(*place) for place in places_of(rank)]
+    answers = {
+        "offers": offers,
+        "held": base,
+        "held differences": differing,
+        "shares": summaries,
+        "details": by_first(ASSEMBLE._describe(mine[0])[1]),
+        "tree": by_first(own.tree),
+    }
+    told = Told(ctx, {phase: once(answer) for phase, answer in answers.items()}, {}, {})
+
+    def restore() -> Any:
+        snapshot = ASSEMBLE._find_snapshot(told, mine)
+        return snapshot, ASSEMBLE._plan(ctx, state, request, snapshot)
+
+    restore()
+    (snapshot, found), cost = cost_of(restore)
+    assert len(snapshot.ranks) == size
+    assert snapshot.ranks[_LOST] == _LOST + 1
+    assert {snapshot.ranks[lap.part.rank] for laps in found.overlaps.values() for lap in laps} <= {rank}
+    return cost, told
 
 
 # --- what ranks exchange -----------------------------------------------------------------------------
@@ -395,7 +497,7 @@ def main() -> None:
     show_table("many-ranks-plans", columns, rows)
 
     save, retain = exchanged(save_some), exchanged(partial(save_some, keep=Keep(last=1)))
-    load, small = exchanged(load_some), Told(Context(), {}, {})
+    load, small = exchanged(load_some), Told(Context(), {}, {}, {})
     own = SAVE._collect(Context(), REAL_DISK, Path("at"), {"x": torch.ones(8)}, is_copied=False)
     options = SAVE._Options(3, None, None, False, False)
     SAVE._agree_on(small.ctx, small, Path("at"), own, None, options, None)
@@ -416,11 +518,11 @@ def main() -> None:
     rows = []
     for size, one in planned.items():
         first, last = join(size)
-        offered = f"{one.offered / 1e6:.1f}", f"{one.offered * (size - 1) / 1e6:,.0f}"
-        rows.append((f"{size:,}", *last.cells(), *first.cells(), *offered))
+        offered = f"{one.offered / 1e3:,.1f}", f"{one.told / 1e6:,.1f}"
+        rows.append((f"{size:,}", *last.cells(), *first.cells(), *offered, *one.restore.cells()))
     columns = (
         *(">ranks", ">a process: requests", ">kB", ">the first: requests", ">kB"),
-        *(">a snapshot: MB sent", ">MB got"),
+        *(">a snapshot: kB sent", ">MB got", ">planned, s", ">MB"),
     )
     show_table("many-ranks-joins", columns, rows)
 

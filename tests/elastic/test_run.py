@@ -17,11 +17,11 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 import accelfn as af
-from accelfn.context import Context, MessageBoard, store_board
+from accelfn.context import Context, EnvironmentPlan, Meeting, MessageBoard, join_meeting, store_board
 from accelfn.context.failure import append_text
 from accelfn.elastic.membership import Member
 from accelfn.elastic.run import read_seat
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, DistributedError
 from tests.elastic.campaign import FORKS, End, Plan, plan_run, reference, run, start_command, start_forks
 from tests.elastic.program import parse_faults
 
@@ -125,6 +125,30 @@ def test_a_second_run_in_a_launch_is_refused() -> None:
     process, _ = start_member(1, calls=2)
     process.join(60)
     assert process.exitcode == 0
+
+
+def join_worlds(port: int, rank: int, fails_first: bool) -> None:
+    store = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60), wait_for_workers=False)
+    place = EnvironmentPlan(launcher="elastic", rank=rank, size=2, local_rank=rank, local_size=2)
+
+    def meeting(name: str, seconds: float) -> Meeting:
+        return Meeting(place, PrefixStore(name, store), rank, timedelta(seconds=seconds))
+
+    if fails_first:
+        with pytest.raises(DistributedError, match="could not join its world"):
+            join_meeting(meeting("alone", 0.5), {"cpu": True})
+    with join_meeting(meeting("together", 20.0), {"cpu": True}) as ctx:
+        assert af.gather_object(ctx, ctx.rank) == [0, 1]
+
+
+def test_who_could_not_join_a_world_joins_the_next_one_with_others() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+    members = [FORKS.Process(target=join_worlds, args=(store.port, rank, rank == 0)) for rank in range(2)]
+    for one in members:
+        one.start()
+    for one in members:
+        one.join(60)
+    assert [one.exitcode for one in members] == [0, 0]
 
 
 @pytest.mark.slow

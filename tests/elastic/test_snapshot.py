@@ -1,22 +1,29 @@
 """What the memory of some ranks is worth: every snapshot that is whole can be restored, in any world."""
 
 import copy
+import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed import DistStoreError
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 from accelfn.context import Context
 from accelfn.elastic.assemble import restore_snapshot
 from accelfn.elastic.snapshot import Key, Memory, Regroup, neighbour_shift
-from accelfn.errors import CheckpointMismatchError, MismatchError, RemoteRankError
+from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import run_ranks
+from tests.checkpoint.layouts import OPTIMIZERS, Layout, differing, laid_out, mesh_of, step, whole
+from tests.checkpoint.state.test_stages import Cut, go, new, tensors
+from tests.exchanges import Exchanges
 
 
 def make_state(ctx: Context) -> dict[str, Any]:
@@ -143,8 +150,8 @@ def test_whoever_is_left_restores_the_newest_snapshot_in_any_world(
         return values(state), state["name"], memory.step
 
     shared = ("weights", "moments", "place")
-    for restored, _, step in run_ranks(restore, len(holders)):
-        assert step == steps - steps % every
+    for restored, _, reached in run_ranks(restore, len(holders)):
+        assert reached == steps - steps % every
         assert_equal({name: restored[name] for name in shared}, {name: last[0][name] for name in shared})
     # What was there before the loss is there after it: a snapshot was taken from what was restored.
     again = run_ranks(restore, len(holders))
@@ -164,6 +171,54 @@ def test_the_neighbour_keeps_what_only_the_lost_rank_had() -> None:
     found = run_ranks(restore, 3)
     assert [name for name, _ in found] == ["rank 0", "rank 1", "rank 2"]
     assert_equal([own for _, own in found], [one["own"] for one in last])
+
+
+CUT = Cut(3, is_tied=True, num_ranks=2, per_rank=1, copies=2)
+
+
+# A neighbour is the next rank, and the first one that of the last.
+@pytest.mark.parametrize(("lost", "is_whole"), [({1}, True), ({0, 2}, True), ({0, 3}, False)])
+def test_stages_of_lost_ranks_come_from_their_neighbours(lost: set[int], is_whole: bool) -> None:
+    def run(ctx: Context) -> None:
+        with remembering(ctx) as memory:
+            state, other = new(ctx, CUT, 0), new(ctx, CUT, 1)
+            go(state)
+            expected = tensors(ctx, state)
+            memory.take(ctx, state)
+            memory.settle()
+            held = Memory() if ctx.rank in lost else memory
+            found = restore_snapshot(ctx, held, other)
+            assert (found is not None) == is_whole
+            assert found is None or not differing(tensors(ctx, found), expected)
+
+    run_ranks(run, 4, parallelism_config=CUT.config)
+
+
+@pytest.mark.parametrize(
+    ("layout", "lost"),
+    [
+        (Layout("fsdp", (4,)), {1}),
+        (Layout("fsdp", (4,)), {0, 2}),
+        (Layout("hsdp", (2, 2)), {1}),
+        (Layout("fsdp and tp", (2, 2)), {3}),
+    ],
+)
+def test_shards_of_lost_ranks_come_from_who_has_them(layout: Layout, lost: set[int]) -> None:
+    def run(ctx: Context) -> None:
+        state, other = ({"model": laid_out(ctx, layout, seed)} for seed in (0, 1))
+        optimizers = [OPTIMIZERS["adamw"](one["model"].parameters()) for one in (state, other)]
+        step(state["model"], optimizers[0])
+        expected = whole(state["model"], optimizers[0])
+        with remembering(ctx) as memory:
+            memory.take(ctx, {**state, "optimizer": optimizers[0], "rank": ctx.rank})
+            memory.settle()
+            held = Memory() if ctx.rank in lost else memory
+            found = restore_snapshot(ctx, held, {**other, "optimizer": optimizers[1], "rank": -1})
+            assert found is not None
+            assert found["rank"] == ctx.rank
+            assert not differing(whole(other["model"], optimizers[1]), expected)
+
+    run_ranks(run, layout.size, "processes")
 
 
 def test_generators_go_on_where_they_were() -> None:
@@ -234,6 +289,78 @@ def test_what_can_not_be_stored_is_named() -> None:
             memory.take(ctx, {"callback": print})
 
     run_ranks(run, 1)
+
+
+def test_a_member_that_is_lost_while_others_connect_to_it_is_a_loss_soon() -> None:
+    def run(ctx: Context) -> None:
+        def split(groups: Any, timeout: timedelta) -> Any:
+            assert timeout <= timedelta(seconds=15) < timedelta(seconds=ctx.guard.timeout_s)
+            raise DistStoreError("wait timeout after 15000ms, keys: /0//cpu//0/1")
+
+        seam = dataclasses.replace(ctx.collectives, split=split)
+        with pytest.raises(MissingRankError, match="could not be reached: wait timeout"):
+            Memory().enter(dataclasses.replace(ctx, collectives=seam), 1)
+
+    run_ranks(run, 2, "processes")
+
+
+# --- what ranks exchange ---------------------------------------------------------------------------
+
+
+def exchanged(on: Literal["memory", "processes"], size: int, num_tensors: int) -> list[Exchanges]:
+    """Return what each rank exchanges to restore a snapshot when rank 1 was lost."""
+
+    def run(ctx: Context) -> Exchanges:
+        counted = Exchanges()
+        held = {f"layer{number}.weight": torch.ones(24) for number in range(num_tensors)}
+        if on == "processes":
+            af.set_seed(ctx.rank)  # else any rank may give the lost one the random states of all
+            mesh = mesh_of(Layout("fsdp", (size,)))
+            held = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in held.items()}
+        state = {"rank": ctx.rank, "held": held}
+        with remembering(ctx) as memory:
+            memory.take(ctx, state)
+            memory.settle()
+            found = restore_snapshot(counted.context(ctx), Memory() if ctx.rank == 1 else memory, state)
+            assert found is not None
+            assert found["rank"] == ctx.rank
+        return counted
+
+    return run_ranks(run, size, on)
+
+
+# Of numbers, which may have more digits.
+DIGITS = 64
+
+
+@pytest.mark.parametrize(("on", "few", "many"), [("memory", 4, 12), ("processes", 3, 6)])
+def test_what_ranks_send_for_a_snapshot_does_not_grow_with_tensors_times_ranks(
+    on: Literal["memory", "processes"], few: int, many: int
+) -> None:
+    growths: list[int] = []
+    for size in (few, many):
+        small, large = (exchanged(on, size, num_tensors) for num_tensors in (20, 400))
+        sent = [sum(one.sent for one in ranks) for ranks in (small, large)]
+        growths.append(sent[1] - sent[0])
+        print(f"{size} ranks, 20 and 400 tensors: {sent} bytes sent by all of them together")
+        print(f"by the last one: {small[-1].sent} and {large[-1].sent}, {large[-1].calls} calls")
+        # It has nothing that the lost one needs, and others have said what it holds.
+        if size == many:
+            assert large[-1].sent <= small[-1].sent + DIGITS
+    assert growths[1] <= 1.1 * growths[0]
+
+
+def test_ranks_exchange_nothing_more_if_each_has_its_share() -> None:
+    def run(ctx: Context) -> int:
+        counted = Exchanges()
+        with remembering(ctx) as memory:
+            memory.take(ctx, {"own": torch.ones(3) * ctx.rank, "same": torch.ones(3)})
+            memory.settle()
+            restore_snapshot(counted.context(ctx), memory, {"own": torch.zeros(3), "same": torch.zeros(3)})
+        return counted.calls
+
+    few, many = (run_ranks(run, size)[0] for size in (2, 8))
+    assert few == many
 
 
 # --- who keeps it --------------------------------------------------------------------------------
