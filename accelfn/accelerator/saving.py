@@ -23,6 +23,7 @@ import accelfn.checkpoint as checkpoint
 from accelfn.accelerator.properties import Holdings, Hooks
 from accelfn.accelerator.proxies import unwrap
 from accelfn.accelerator.registry import WeakRegistry, name_all
+from accelfn.checkpoint.attachments import local_files
 from accelfn.checkpoint.background import CollectivePhases
 from accelfn.comm import catch
 from accelfn.context import Context
@@ -478,8 +479,9 @@ def _run_load_hooks(hooks: Hooks, models: Mapping[str, nn.Module], place: Path) 
     """Call ``hook(models, place)``, and return the models to load."""
     given = {name: _inside_replica(model) for name, model in models.items()}
     left = list(given.values())
-    for hook in tuple(hooks.values()):
-        hook(left, str(place))
+    with local_files(place) as folder:
+        for hook in tuple(hooks.values()):
+            hook(left, str(folder))
     return {name: models[name] for name, model in given.items() if any(item is model for item in left)}
 
 

@@ -19,6 +19,7 @@ from torch import nn
 from accelfn.bigmodel.transfer import is_dense
 from accelfn.checkpoint.model_files import replacing, write_safetensors
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.storage.address import as_path, is_address
 from accelfn.storage.disk import naming
 from accelfn.weights.assign import read_dtype, set_module_tensor_to_device
 from accelfn.weights.dtypes import SAFETENSORS_NAMES, dtype_name
@@ -39,15 +40,29 @@ def check_folder(folder: str | os.PathLike[str], argument: str) -> None:
 
     Raises:
         NotADirectoryError: The path, or a part of it, exists and isn't a directory.
-        ValueError: The path contains zero bytes.
+        ValueError: The path contains zero bytes, or is an address.
     """
-    path = Path(folder)
+    path = local_folder(folder, argument)
     if "\0" in str(path):
         raise ValueError(f"{argument}: a path can't contain zero bytes, got {str(path)!r}.")
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not existing.is_dir():
         what = "it is a file" if existing == path else f"{existing} is a file"
         raise _with_advice(NotADirectoryError(errno.ENOTDIR, what), path, argument)
+
+
+def local_folder(folder: str | os.PathLike[str], argument: str) -> Path:
+    """Return the path of a folder on a disk.
+
+    Raises:
+        ValueError: It is an address.
+    """
+    if is_address(folder):
+        raise ValueError(
+            f"{argument}: weights are offloaded to a disk of this machine, and {as_path(folder)} is an "
+            "address. Pass a directory."
+        )
+    return Path(folder)
 
 
 @contextlib.contextmanager
@@ -270,7 +285,7 @@ def offload_weight(
             f"offload_weight: {weight_name} ({weight.dtype} on {weight.device}) can't be written as bytes. "
             "Pass a strided tensor with values."
         )
-    path = _file_of(Path(offload_folder), weight_name)
+    path = _file_of(local_folder(offload_folder, "offload_folder"), weight_name)
     plain = weight.detach().cpu().resolve_conj().resolve_neg().contiguous()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     with naming(str(path)):
@@ -369,7 +384,7 @@ def save_offload_index(
     """
     if not index:
         return
-    path = Path(offload_folder) / _INDEX
+    path = local_folder(offload_folder, "offload_folder") / _INDEX
     merged = {**(_read_index(path) if path.exists() else {}), **index}
     with naming(str(path)), replacing(path) as temporary:
         temporary.write_text(json.dumps(merged, indent=2))
@@ -411,7 +426,7 @@ def load_offloaded_weights(
         ValueError: The model has no such tensor, or it has another shape.
         OSError: A file is missing.
     """
-    folder = Path(offload_folder)
+    folder = local_folder(offload_folder, "offload_folder")
     loaded = {
         name: load_offloaded_weight(_file_of(folder, name), entry) for name, entry in (index or {}).items()
     }
@@ -451,7 +466,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None:
-            index = _read_index(Path(save_folder) / _INDEX)
+            index = _read_index(local_folder(save_folder, "save_folder") / _INDEX)
         self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
         self.device = device
         self.all_keys: list[str] = list(dict.fromkeys((*self.state_dict, *self.index)))

@@ -26,6 +26,7 @@ from accelfn.storage.disk import (
     REAL_DISK,
     Disk,
     copy_file,
+    is_there,
     make_folders,
     naming,
     open_regular,
@@ -130,6 +131,29 @@ def move_files(disk: Disk, folder: str, target: str) -> None:
     for name, status in walk(REAL_DISK, folder):
         if status.kind == "file":
             copy_file(REAL_DISK, os.path.join(folder, name), disk, os.path.join(target, name))
+
+
+@contextmanager
+def local_files(folder: Path) -> Generator[Path, None, None]:
+    """Copy the files that :func:`find_files` finds in an object store to a disk for a ``with`` block.
+
+    Those on a disk are yielded where they are. Ranks: local.
+
+    Raises:
+        OSError: With the file's name.
+    """
+    if not is_address(folder):
+        yield folder
+        return
+    disk, source = disk_at(folder), str(folder)
+    with TemporaryDirectory(prefix="accelfn-") as copy:
+        for name, status in walk(disk, source) if is_there(disk, source) else ():
+            path = os.path.join(copy, name)
+            if status.kind == "file":
+                copy_file(disk, os.path.join(source, name), REAL_DISK, path)
+            else:
+                os.mkdir(path)
+        yield Path(copy)
 
 
 def sync_attachments(disk: Disk, path: str, top: str) -> dict[str, Attachment]:

@@ -97,7 +97,10 @@ def _are_of_optimizer(keys: Collection[Any]) -> bool:
 
 
 def _with_stand_ins(value: Any) -> Any:
-    """Return the state of an object as a stand-in; a dict of objects as a dict of stand-ins."""
+    """Return the state of an object as a stand-in; a dict or list of objects as one of stand-ins."""
+    if isinstance(value, list):
+        some = cast("list[Any]", value)
+        return [_with_stand_ins(one) for one in some] if all(isinstance(one, dict) for one in some) else some
     if not isinstance(value, dict):
         return value
     entries = cast("dict[str, Any]", value)
@@ -112,6 +115,8 @@ def _with_stand_ins(value: Any) -> Any:
         )
         for name, child in entries.items()
     )
+    # Of several models or schedules.
+    is_outer = is_outer or all(isinstance(child, dict) and child != {} for child in entries.values())
     return {name: _with_stand_ins(child) for name, child in entries.items()} if is_outer else State(entries)
 
 

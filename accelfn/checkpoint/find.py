@@ -320,14 +320,28 @@ def _read_unchanged(disk: Disk, path: str, read: Callable[[Folder, bytes], _T]) 
     """
     for attempt in itertools.count(1):
         with opened(disk, path) as folder:
-            content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
+            try:
+                content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
+            except DamagedCheckpointError:  # in a store, a shorter one may have replaced it
+                if attempt == _MAX_ATTEMPTS:
+                    raise
+                continue
             try:
                 return read(folder, content)
             except (FileNotFoundError, DamagedCheckpointError):
-                now = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
-                if now == content or attempt == _MAX_ATTEMPTS:
+                if attempt == _MAX_ATTEMPTS:
+                    raise
+                if not _has_changed(disk, folder, content):
                     raise
     raise AssertionError
+
+
+def _has_changed(disk: Disk, folder: Folder, content: bytes) -> bool:
+    """Return whether a directory has another manifest by now."""
+    try:
+        return read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES) != content
+    except DamagedCheckpointError:  # in a store, it is replaced just now
+        return True
 
 
 def check_names(disk: Disk, checkpoint: OpenCheckpoint, *, warns: bool = True) -> tuple[str, ...]:

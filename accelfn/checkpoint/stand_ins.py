@@ -35,3 +35,6 @@ def states_in(tree: Any, path: str = "") -> Iterator[tuple[str, State]]:
     elif isinstance(tree, dict):
         for key, child in cast("dict[Any, Any]", tree).items():
             yield from states_in(child, join_path(path, key))
+    elif isinstance(tree, list):
+        for number, child in enumerate(cast("list[Any]", tree)):
+            yield from states_in(child, join_path(path, number))

@@ -28,6 +28,7 @@ from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import Attachment, Json, Manifest, StoredFile, StoredTensor
 from accelfn.comm import catch
 from accelfn.errors import CheckpointError
+from accelfn.storage.address import is_address
 from accelfn.storage.disk import Disk
 from accelfn.weights.write import new_entry, write_tensors
 
@@ -200,7 +201,7 @@ def _write_all(job: Job, disk: Disk, save: OpenSave | None, suffix: str) -> list
     try:
         return [_write_tensors(job, disk, suffix), attached]
     except FileNotFoundError as error:
-        if save is not None:
+        if save is not None or is_address(job.directory):
             raise
         raise _not_shared(job, f"rank {job.rank} doesn't see the directory that rank 0 has made") from error
 

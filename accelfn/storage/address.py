@@ -14,7 +14,8 @@ else:
     _Path = type(Path())  # before Python 3.12, Path itself has no subclasses that work
 
 # pathlib makes one slash of two. A single letter is a drive of Windows.
-_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):[/\\]+(.*)", re.DOTALL)
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):[/\\]+(.*)", re.DOTALL)
+_CHAIN = re.compile(r".*::.*:[/\\].*", re.DOTALL)
 _LOCAL = ("file", "local")
 
 
@@ -26,7 +27,9 @@ class Address(_Path):
 
     def __str__(self) -> str:
         """Return the address."""
-        return _ADDRESS.sub(lambda found: f"{found[1]}://" + found[2].replace("\\", "/"), super().__str__())
+        return _ADDRESS.sub(
+            lambda found: f"{found[1].lower()}://" + found[2].replace("\\", "/"), super().__str__()
+        )
 
     def resolve(self, strict: bool = False) -> Address:
         """Return the address itself, which no directory of this machine precedes."""
@@ -40,22 +43,25 @@ def is_address(place: str | os.PathLike[str]) -> bool:
     (True, True, False)
     """
     found = _ADDRESS.fullmatch(os.fspath(place))
-    return found is not None and found[1] not in _LOCAL
+    return found is not None and found[1].lower() not in _LOCAL
 
 
 def as_path(place: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a file or directory, or an address, without ``..`` in it.
 
     Raises:
-        ValueError: An address has nothing after its scheme.
+        ValueError: An address has nothing after its scheme, or is a chain of them.
 
     >>> str(as_path("memory:/runs/a/../b/")), str(as_path("file:///runs/a"))
     ('memory://runs/b', '/runs/a')
     """
     found = _ADDRESS.fullmatch(os.fspath(place))
+    if _CHAIN.fullmatch(os.fspath(place)):
+        raise ValueError(f"{os.fspath(place)!r} is a chain of addresses. Pass the one of the store alone.")
     if found is None:
         return Path(os.path.abspath(place))
     rest = posixpath.normpath(f"/{found[2]}").lstrip("/")
     if not rest:
         raise ValueError(f"{os.fspath(place)!r} has neither a bucket nor a path. Pass a whole address.")
-    return Path(f"/{rest}") if found[1] in _LOCAL else Address(f"{found[1]}://{rest}")
+    scheme = found[1].lower()
+    return Path(f"/{rest}") if scheme in _LOCAL else Address(f"{scheme}://{rest}")

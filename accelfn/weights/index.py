@@ -268,7 +268,12 @@ def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
     match = re.fullmatch(r".+(\.safetensors|\.bin)\.index\.json", entry.name)
     suffix = match[1] if match else Path(files[0]).suffix  # all files have to be of one kind
     for file in files:
-        if Path(file).name != file or not file.endswith(suffix) or suffix not in (*_SAFE, *_PICKLED):
+        if (
+            Path(file).name != file
+            or "\\" in file
+            or not file.endswith(suffix)
+            or suffix not in (*_SAFE, *_PICKLED)
+        ):
             raise DamagedCheckpointError(
                 f"{entry} names {file!r}, which is not a weights file in the same directory.", entry.name
             )

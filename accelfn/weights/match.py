@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.errors import CheckpointMismatchError, Misfit
 from accelfn.parallel.pointers import WholeModel, whole_of
+from accelfn.storage.address import Address
 from accelfn.tree import is_dtensor, local_of
 from accelfn.weights.assign import TensorRef, loads_in_its_own_way, named_modules, store_of
 from accelfn.weights.dtypes import dtype_name
@@ -613,4 +614,6 @@ def _why_not_mappable(step: LoadStep) -> str:
         return f"the file has {dtype_name(source.dtype)}, but {dtype_name(step.dtype)} is requested"
     if source.parts:
         return "transformers assembles it from several tensors"
+    if isinstance(source.path, Address):
+        return "it is in an object store"
     return "it isn't contiguous or aligned in its file"

@@ -17,7 +17,7 @@ from accelfn.errors import DamagedCheckpointError
 from accelfn.storage.address import Address, as_path
 from accelfn.weights.dtypes import STORED_DTYPES
 from accelfn.weights.index import find_weights, read_header
-from accelfn.weights.stored import PIECE_BYTES, FileId, Stored, file_id_of, map_stored
+from accelfn.weights.stored import PIECE_BYTES, FileId, Stored, check_unchanged, file_id_of, map_stored
 from accelfn.weights.torch_file import read_torch_file
 from accelfn.weights.write import memory_of
 
@@ -67,7 +67,12 @@ def open_weights(path: str | os.PathLike[str]) -> OpenedWeights:
     file_ids: dict[Path, FileId] = {}
     for file in files.paths:
         file_ids[file] = file_id_of(file)
-        contents, metadata = (_read_safetensors if files.is_safe else _read_pickled)(file)
+        try:
+            contents, metadata = (_read_safetensors if files.is_safe else _read_pickled)(file)
+        except DamagedCheckpointError:
+            check_unchanged(file, file_ids[file])
+            raise
+        check_unchanged(file, file_ids[file])
         if files.weight_map is not None:
             indexed = [name for name, file_name in files.weight_map.items() if file_name == file.name]
             missing = sorted(set(indexed) - contents.keys())

@@ -113,6 +113,21 @@ def file_id_of(path: Path) -> FileId:
     return _file_id(path.stat())
 
 
+def check_unchanged(path: Path, before: FileId) -> None:
+    """Check that an object is still the same: of one that is replaced, later requests get the new one.
+
+    Raises:
+        DamagedCheckpointError: It was modified.
+    """
+    if isinstance(path, Address) and file_id_of(path) != before:
+        raise modified(path)
+
+
+def modified(path: Path) -> DamagedCheckpointError:
+    """Return the error for a file that was modified while it was read."""
+    return DamagedCheckpointError(f"{path} was modified while it was read. Load again.", path.name)
+
+
 def _file_id(status: os.stat_result) -> FileId:
     return FileId(status.st_ino, status.st_size, status.st_mtime_ns)
 
@@ -142,8 +157,9 @@ def opened_unchanged(
         found = _file_id(os.fstat(descriptor))
     try:
         if file_ids is not None and found != file_ids[path]:
-            raise DamagedCheckpointError(f"{path} was modified while it was read. Load again.", path.name)
+            raise modified(path)
         yield disk, descriptor
+        check_unchanged(path, found)
     finally:
         disk.close(descriptor)
 

@@ -506,3 +506,32 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["checkpoint", "convert", own, "memory://dcp", "--to", "dcp"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "memory://dcp is an address" in line
+
+
+def test_objects_below_the_top_come_back_as_objects(tmp_path: Path) -> None:
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    optimizer = torch.optim.AdamW(models[2].parameters())
+    models[2](torch.ones(2)).sum().backward()
+    optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+    tree: dict[str, Any] = {
+        "models": {"g": models[0], "d": models[1]},
+        "nets": [models[2]],
+        "optimizers": [optimizer],
+        "step": 3,
+    }
+    af.save_state(af.Context(), tmp_path / "at", tree)
+    convert_checkpoint(tmp_path / "at", tmp_path / "dcp", to="dcp")
+    convert_checkpoint(tmp_path / "dcp", tmp_path / "back", to="accelfn")
+    others = [nn.Linear(2, 2) for _ in range(3)]
+    other = torch.optim.AdamW(others[2].parameters())
+    like: dict[str, Any] = {
+        "models": {"g": others[0], "d": others[1]},
+        "nets": [others[2]],
+        "optimizers": [other],
+        "step": 0,
+    }
+    assert af.load_state(af.Context(), tmp_path / "back", like)["step"] == 3
+    for one, same in zip(models, others, strict=True):
+        assert torch.equal(one.weight, same.weight)
+    for one, same in zip(models[2].parameters(), others[2].parameters(), strict=True):
+        assert torch.equal(optimizer.state[one]["exp_avg"], other.state[same]["exp_avg"])

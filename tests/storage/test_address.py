@@ -47,3 +47,7 @@ def test_what_leads_out_of_an_address_stays_within_its_scheme() -> None:
         with pytest.raises(ValueError, match="neither a bucket nor a path"):
             as_path(text)
     assert not is_address("C:/runs/at")
+    assert str(as_path("S3://bucket/run")) == str(as_path(Path("S3://bucket/run"))) == "s3://bucket/run"
+    for chain in ("simplecache::s3://bucket/run", "zip://a::s3://bucket/run"):
+        with pytest.raises(ValueError, match="chain of addresses"):
+            as_path(chain)

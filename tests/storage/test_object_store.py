@@ -2,6 +2,7 @@
 
 import functools
 import io
+import json
 import os
 import sys
 import time
@@ -395,6 +396,93 @@ def test_a_file_that_changes_while_it_is_read_is_refused(address: str, store: St
         value_of(f"{address}/net")
 
 
+@pytest.mark.parametrize("way", ["load_model", "load_checkpoint_in_model", "dispatch", "disk"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_that_are_replaced_while_they_are_read_are_never_mixed(
+    way: str, safe: bool, address: str, store: Store, tmp_path: Path
+) -> None:
+    def load() -> float:
+        model = Net(0)
+        if way == "load_model":
+            af.load_model(model, f"{address}/net")
+        elif way == "load_checkpoint_in_model":
+            af.bigmodel.load_checkpoint_in_model(model, f"{address}/net")
+        else:
+            with af.bigmodel.init_empty_weights():
+                model = Net(0)
+            places = {"first": "cpu", "second": "disk" if way == "disk" else "cpu"}
+            load_checkpoint_and_dispatch(model, f"{address}/net", places, offload_folder=tmp_path / "off")
+        (value,) = {float(one) for part in model.parameters() for one in part.detach().flatten()}
+        return value
+
+    for number in range(30):
+        af.save_model(Context(), Net(1), f"{address}/net", safe_serialization=safe)
+        left = number
+
+        def replace(kind: str, name: str) -> None:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                af.save_model(Context(), Net(2), f"{address}/net", safe_serialization=safe)
+
+        store.watcher = replace
+        try:
+            assert load() in (1, 2)
+        except DamagedCheckpointError as error:
+            assert "was modified while it was read" in str(error)  # noqa: PT017 -- of one of both ways
+        except NoCheckpointError:
+            pass
+        store.watcher = lambda kind, name: None
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_the_old_one_or_the_new_one(
+    address: str, store: Store
+) -> None:
+    long = {"p": {f"k{number}": 1.0 for number in range(4000)}}
+    for number in range(14):
+        af.save_tree(f"{address}/at", long)
+        left = number
+
+        def replace(kind: str, name: str) -> None:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                af.save_tree(f"{address}/at", {"n": 1})
+
+        store.watcher = replace
+        assert af.load_tree(f"{address}/at") in (long, {"n": 1})
+        store.watcher = lambda kind, name: None
+
+
+def test_weights_are_offloaded_to_disks_alone(
+    address: str, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    af.save_model(Context(), Net(1), f"{address}/net")
+    there = store.names()
+    acts: list[Callable[[], object]] = [
+        lambda: af.bigmodel.offload_state_dict(f"{address}/off", Net(1).state_dict()),
+        lambda: af.bigmodel.disk_offload(Net(1), f"{address}/off"),
+        lambda: af.bigmodel.OffloadedWeightsLoader(save_folder=f"{address}/off"),
+        lambda: load_checkpoint_and_dispatch(
+            Net(0), f"{address}/net", {"": "disk"}, offload_folder=f"{address}/off"
+        ),
+    ]
+    for act in acts:
+        with pytest.raises(ValueError, match=f"{address}/off is an address. Pass a directory"):
+            act()
+    assert store.names() == there
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_index_names_no_file_elsewhere(address: str, store: Store) -> None:
+    for name in ("../model.safetensors", "..\\model.safetensors", "sub\\model.safetensors"):
+        content = json.dumps({"weight_map": {"first.weight": name}}).encode()
+        store.objects["bucket/runs/net/model.safetensors.index.json"] = content, 0
+        with pytest.raises(DamagedCheckpointError, match="not a weights file in the same directory"):
+            value_of(f"{address}/net")
+
+
 # --- the shim, and the command -------------------------------------------------------------------
 
 
@@ -426,12 +514,18 @@ def test_hooks_of_programs_for_accelerate_write_what_is_uploaded(address: str, s
     def save_notes(models: Any, weights: Any, folder: str) -> None:
         (Path(folder) / "notes.txt").write_text("mine")
 
+    def load_notes(models: Any, folder: str) -> None:
+        read.append((Path(folder) / "notes.txt").read_text())
+
+    read: list[str] = []
     accelerator.register_save_state_pre_hook(save_notes)
+    accelerator.register_load_state_pre_hook(load_notes)
     accelerator.save_state(f"{address}/at")
     before = model.weight.detach().clone()
     model.weight.data.zero_()
     accelerator.load_state(f"{address}/at")
     assert torch.equal(model.weight, before)
+    assert read == ["mine"]
     (notes,) = (name for name in store.objects if name.endswith("notes.txt"))
     assert store.objects[notes][0] == b"mine"
 

@@ -13,7 +13,7 @@ import accelfn as af
 from accelfn.bigmodel import load_checkpoint_and_dispatch
 from accelfn.checkpoint import Keep, find_checkpoints, find_files, folder_for_files, verify_checkpoint
 from accelfn.context import Context
-from accelfn.errors import DamagedCheckpointError
+from accelfn.errors import DamagedCheckpointError, RemoteRankError
 from accelfn.storage.disk import list_names
 from accelfn.storage.object_store import disk_at, open_binary
 from accelfn.testing import run_ranks
@@ -116,6 +116,12 @@ def test_weights(size: str, safe: bool, server: Server, tmp_path: Path) -> None:
 def test_a_bucket_that_is_missing_or_vanishes_is_an_error(server: Server) -> None:
     with pytest.raises(FileNotFoundError, match="s3://nosuch/run"):
         af.save_state(Context(), "s3://nosuch/run", {"step": 1})
+
+    def on_each_rank(ctx: Context) -> None:
+        with pytest.raises((FileNotFoundError, RemoteRankError), match="bucket does not exist"):
+            af.save_state(ctx, "s3://nosuch/run", {"own": torch.tensor(ctx.rank)})
+
+    run_ranks(on_each_rank, 2)
     handle = af.save_state(Context(), f"{server.address}/run", tree(1), True)
     time.sleep(0.1)
     server.reset()
