@@ -338,7 +338,8 @@ class CpuOffload(ModelHook):
         execution_device: PlaceLike | None = None,
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
-        self._place, self.execution_device = read_device(execution_device)
+        self._place, device = read_device(execution_device)
+        self.execution_device: torch.device = device
         self.prev_module_hook = prev_module_hook
         self._at: Place = "cpu"
 

@@ -72,8 +72,8 @@ T = TypeVar("T")
 
 _BEAT_S = 0.5
 _LOOK_S = 0.1
-# An error may be the first sign of a loss, which the launcher notices within this time.
-_BLAME_S = 1.5
+# An error may be the first sign of a loss, which the launcher of a busy machine notices within this time.
+_BLAME_S = 5.0
 
 
 class Seat(NamedTuple):
