@@ -357,6 +357,11 @@ class CpuOffload(ModelHook):
         self._move_to(module, self._place)
         return moved(args, self.execution_device), moved(kwargs, self.execution_device)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model is on its device."""
+        return self._at == self._place
+
     def _move_to(self, module: nn.Module, place: Place) -> None:
         device = check_device(place)
         # Tensors on a simulated device are on the CPU, so the last place is recorded.
