@@ -52,7 +52,7 @@ _POLL_S = 0.2
 # Makes a rank write its stacks, even from C code that never returns; code under test is unlikely to use it.
 _DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
 _DUMP_TIMEOUT_S = 1.0
-# Time for a new process to multiply its first matrices, which takes milliseconds: for each attempt.
+# Time for new processes to compute and to connect, which takes milliseconds: for each attempt.
 _START_TIMEOUTS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
@@ -75,63 +75,79 @@ def run_on_processes(
     sys.stderr.flush()
     processes: list[Any] = []
     receivers: list[Connection] = []
-    stack_files: list[IO[bytes]] = []
+    stack_files: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(size)]  # noqa: SIM115 -- closed below
     try:
-        for rank in range(size):
-            stack_files.append(tempfile.TemporaryFile())  # noqa: SIM115 -- closed below
-            arguments = (fn, rank, size, configure, seconds, faults, num_nodes, stack_files[rank])
-            process, receiver = _start(f"rank {rank} of {size}", arguments)
-            processes.append(process)
-            receivers.append(receiver)
-        # Hosted by the parent, so that it outlives every rank. After the forks, since it starts a thread.
-        server = serve_store("127.0.0.1", 0)
-        for receiver in receivers:
-            with contextlib.suppress(OSError):  # the rank has ended
-                receiver.send(server.port)
+        for attempt_s in _START_TIMEOUTS_S:
+            for rank in range(size):
+                arguments = (fn, rank, size, configure, seconds, faults, num_nodes, stack_files[rank])
+                process, receiver = _start(f"rank {rank} of {size}", arguments)
+                processes.append(process)
+                receivers.append(receiver)
+            # Hosted by the parent, so that it outlives every rank. After the forks, since it starts a thread.
+            server = serve_store("127.0.0.1", 0)
+            if _are_ready(receivers, server.port, attempt_s):
+                break
+            _end(processes, receivers)
+        else:
+            raise DistributedError(
+                f"{size} processes were forked {len(_START_TIMEOUTS_S)} times, and not all could multiply "
+                f"matrices and connect to this one within {_START_TIMEOUTS_S[-1]:g} s: threads of this "
+                'process hold locks of libraries. Let them end before, or use run_ranks(on="memory").'
+            )
         outcomes = _collect(
             processes, receivers, stack_files, None if timeout_s is None else time.monotonic() + seconds + 5.0
         )
     finally:
-        for process in processes:
-            _end(process)
-        for pipe in (*receivers, *stack_files):
-            pipe.close()
+        _end(processes, receivers)
+        for file in stack_files:
+            file.close()
     return conclude(outcomes, "processes")
 
 
 def _start(name: str, arguments: tuple[Any, ...]) -> tuple[Any, Connection]:
-    """Return a forked process that can compute, and this end of its pipe.
+    """Return a forked process and this end of its pipe."""
+    forking = multiprocessing.get_context("fork")
+    receiver, sender = forking.Pipe()
+    process = forking.Process(target=_run_rank, args=(*arguments, sender), name=name)
+    _fork(process)
+    sender.close()
+    return process, receiver
+
+
+def _are_ready(receivers: Sequence[Connection], port: int, timeout_s: float) -> bool:
+    """Return whether each rank can compute and connect to the store at ``port``.
 
     A lock that a thread holds at the fork stays held in the child. MKL holds one while a thread that ends
     frees its buffers, which Python's join() doesn't wait for: the child's first matrix product never ends.
-    Such a child is replaced.
     """
-    forking = multiprocessing.get_context("fork")
-    for timeout_s in _START_TIMEOUTS_S:
-        receiver, sender = forking.Pipe()
-        process = forking.Process(target=_run_rank, args=(*arguments, sender), name=name)
-        _fork(process)
-        sender.close()
-        if receiver.poll(timeout_s):
-            with contextlib.suppress(EOFError, OSError):  # it has ended, which is reported later
-                receiver.recv()
-            return process, receiver
-        _end(process)
+    until = time.monotonic() + timeout_s
+    for receiver in receivers:
+        with contextlib.suppress(OSError):  # the rank has ended
+            receiver.send(port)
+    for receiver in receivers:
+        if not receiver.poll(max(0.0, until - time.monotonic())):
+            return False
+        with contextlib.suppress(EOFError, OSError):  # it has ended, which is reported later
+            receiver.recv()
+    for receiver in receivers:
+        with contextlib.suppress(OSError):
+            receiver.send("go")
+    return True
+
+
+def _end(processes: list[Any], receivers: list[Connection]) -> None:
+    """Kill the ranks and their children, and forget them."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # its children too, even if it has ended
+        if process.is_alive():
+            process.kill()  # it had no process group yet
+        process.join()
+        process.close()
+    for receiver in receivers:
         receiver.close()
-    raise DistributedError(
-        f"{len(_START_TIMEOUTS_S)} forked processes could not multiply two matrices, the last one within "
-        f"{_START_TIMEOUTS_S[-1]:g} s: threads of this process hold locks of libraries. Let them end before, "
-        'or use run_ranks(on="memory").'
-    )
-
-
-def _end(process: Any) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)  # its children too, even if it has ended
-    if process.is_alive():
-        process.kill()  # it had no process group yet
-    process.join()
-    process.close()
+    processes.clear()
+    receivers.clear()
 
 
 def _fork(process: Any) -> None:
@@ -239,10 +255,11 @@ def _run_rank(
     threading.Thread(target=_exit_with_parent, name="exit with parent", daemon=True).start()
     torch.set_num_threads(1)
     torch.nn.functional.linear(*(torch.ones(shape, device="cpu") for shape in ((8, 8), (16, 8), (16,))))
-    sender.send("ready")  # see _start
+    store = dist.TCPStore("127.0.0.1", sender.recv(), None, False, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
+    sender.send("ready")  # see _are_ready
+    sender.recv()  # where a rank isn't ready all are forked again, and none may have begun
     code = 0
     try:
-        store = dist.TCPStore("127.0.0.1", sender.recv(), None, False, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
         )

@@ -182,22 +182,33 @@ def test_threads_of_a_world_before_leave_no_lock_behind() -> None:
         run_ranks(work, 1, "processes", timeout_s=60)
 
 
-def test_a_rank_that_cannot_compute_is_replaced(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cannot", ["compute", "connect"])
+def test_ranks_of_which_one_cannot_begin_are_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cannot: str
+) -> None:
     """As after a fork beside a thread that held a lock of a library."""
+    module: Any = torch.nn.functional if cannot == "compute" else torch.distributed
+    name = "linear" if cannot == "compute" else "TCPStore"
+    runs = tmp_path / "runs"
+    begin: Any = getattr(module, name)
+    parent = os.getpid()
 
-    class Library: ...
+    def wait_for_a_lock(*args: Any, **options: Any) -> Any:
+        if os.getpid() != parent:
+            with contextlib.suppress(FileExistsError):
+                (tmp_path / "waits").touch(exist_ok=False)
+                time.sleep(3600)
+        return begin(*args, **options)
 
-    library, forks = Library(), tmp_path / "forks"
-
-    def wait_for_a_lock(_: Library) -> None:
-        with forks.open("ab") as file:
+    def work(ctx: Context) -> int:
+        with runs.open("ab") as file:
             file.write(b".")
-        if forks.stat().st_size == 2:  # the second rank, the first time
-            time.sleep(3600)
+        return ctx.rank
 
-    multiprocessing.util.register_after_fork(library, wait_for_a_lock)
-    assert run_ranks(lambda ctx: ctx.rank, 3, "processes", timeout_s=60) == [0, 1, 2]
-    assert forks.stat().st_size == 4
+    monkeypatch.setattr(module, name, wait_for_a_lock)
+    assert run_ranks(work, 3, "processes", timeout_s=60) == [0, 1, 2]
+    assert (tmp_path / "waits").exists()
+    assert runs.stat().st_size == 3
 
 
 def test_no_rank_collects_what_its_parent_left() -> None:
