@@ -29,7 +29,6 @@ if _TYPE_CHECKING:
     from accelfn.launch.runs import (
         Curve as Curve,
         RunRecord as RunRecord,
-        RunTable as RunTable,
         find_runs as find_runs,
         read_run as read_run,
     )
@@ -42,7 +41,7 @@ _LAZY = _MappingProxyType(
             *("LaunchPlan", "Machine", "SagemakerPlan", "Script"),
             *("format_plan", "plan_launch", "plan_sagemaker"),
         ),
-        "accelfn.launch.runs": ("Curve", "RunRecord", "RunTable", "find_runs", "read_run"),
+        "accelfn.launch.runs": ("Curve", "RunRecord", "find_runs", "read_run"),
     }
 )
 

@@ -253,6 +253,13 @@ def read_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Names
     return options
 
 
+def positive(text: str) -> int:
+    """Read a number from 1, as the ``type`` of an argument."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"it must be an integer of at least 1, got {text!r}.")
+    return int(text)
+
+
 def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     """List the flags of a parser, without those of its subcommands. Pure."""
     # argparse has no public way to list them.

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelfn.errors import MissingExtraError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.output import (
-    FORMATS,
-    choose_format,
-    refuse_missing_model,
-    show_text,
-)
+from accelfn.launch.output import FORMATS, choose_format, refuse_missing_model, show_text
 
 if TYPE_CHECKING:
     from accelfn.bigmodel.model_info import ModelShape
@@ -31,26 +26,19 @@ def run(options: argparse.Namespace) -> int:
     """
     form = choose_format(options.format, options.output)
     refuse_missing_model(options.model, options.output, is_name=options.library_name == "timm")
-    show_text(_draw(options, form), options.output)
-    return 0
-
-
-def _draw(options: argparse.Namespace, form: str) -> str:
     # Not at the top: accelfn.bigmodel imports torch, which --help and bad input must not wait for.
     from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
     from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
 
-    title = os.path.basename(os.path.normpath(options.model)) or options.model
-    estimate = estimate_memory(_shape(options), _dtypes(options) or ESTIMATED_DTYPES)
+    dtypes = [name for value in options.dtypes or () for name in value.split(",") if name]
+    estimate = estimate_memory(_shape(options), dtypes or ESTIMATED_DTYPES)
     if form == "json":
-        return json.dumps({"model": options.model, **estimate_json(estimate)}, indent=2)
-    draw = {"table": draw_estimate, "svg": draw_estimate_svg, "html": draw_estimate_html}[form]
-    return draw(estimate, title)
-
-
-def _dtypes(options: argparse.Namespace) -> list[str]:
-    values: list[str] = options.dtypes or []
-    return [name for value in values for name in value.split(",") if name]
+        text = json.dumps({"model": options.model, **estimate_json(estimate)}, indent=2)
+    else:
+        draw = {"table": draw_estimate, "svg": draw_estimate_svg, "html": draw_estimate_html}[form]
+        text = draw(estimate, os.path.basename(os.path.normpath(options.model)) or options.model)
+    show_text(text, options.output)
+    return 0
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:
@@ -82,26 +70,15 @@ def make_parser() -> CommandParser:
         description="Estimate the memory of a model in several dtypes: all weights, the largest layer, and "
         "training with Adam. Nothing is downloaded, and no weight is read.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         metavar="MODEL",
-        help="a folder with a config.json; a folder, file or index of safetensors; or MODULE:FUNCTION, "
-        "which builds the model",
+        help="a folder with a config.json; a folder, file or index of safetensors; or MODULE:FUNCTION",
     )
-    parser.add_argument(
-        "--dtypes",
-        metavar="DTYPE",
-        nargs="+",
-        help="such as float32 bfloat16 float8 int8 int4 (the common ones)",
-    )
-    parser.add_argument(
-        "--format", choices=FORMATS, help="output format (table, or by the suffix of --output)"
-    )
-    parser.add_argument("--output", metavar="FILE", help="write to this file instead of printing")
-    parser.add_argument(
-        "--library_name",
-        choices=("transformers", "timm"),
-        help="the library of MODEL (transformers); for timm MODEL is the name of a timm model",
-    )
-    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code in MODEL's folder")
+    add("--dtypes", metavar="DTYPE", nargs="+", help="such as float32 bfloat16 int8 int4 (the common ones)")
+    add("--format", choices=FORMATS, help="output format (table, or by the suffix of --output)")
+    add("--output", metavar="FILE", help="write to this file instead of printing")
+    add("--library_name", choices=("transformers", "timm"), help="library of MODEL; timm: MODEL is its name")
+    add("--trust_remote_code", action="store_true", help="run Python code in MODEL's folder")
     return parser

@@ -21,7 +21,6 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "config": ("config_command", "create, show, update and import config files"),
         "env": ("env", "print system information for a bug report"),
         "test": ("self_test", "test the configured setup"),
-        "data-plan": ("data_plan", "show which rank reads which samples"),
         "estimate-memory": ("estimate", "estimate the memory that a model needs"),
         "checkpoint": ("checkpoint", "verify, list, show, prune and convert checkpoints"),
         "plan-memory": ("plan_memory", "show on which device each part of a model fits"),

@@ -102,43 +102,27 @@ def write_text(path: str | Path, text: str) -> None:
         raise OSError(error.errno, f"can't be written: {error.strerror}", str(path)) from None
 
 
-def print_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), title: str = ""
-) -> None:
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Print a table as plain text.
 
     Args:
         head: Column names; empty for a table without a header.
         rows: Cells of each row.
         right: Indices of right-aligned columns.
-        title: Title to print above the table.
-    """
-    if title:
-        print(title)
-    print(format_table(head, rows, right=right))
 
-
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
-    """Format a table as plain text; arguments as for :func:`print_table`. Pure.
-
-    >>> print(format_table(("name", "step"), [("a", "7"), ("last", "120")], right=(1,)))
+    >>> print_table(("name", "step"), [("a", "7"), ("last", "120")], right=(1,))
     name  step
     a        7
     last   120
     """
-    lines = [head, *rows] if head else list(rows)
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))] if lines else []
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    lines = [head, *rows] if head else rows
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = zip(line, widths, range(len(widths)), strict=True)
+        row = (cell.rjust(width) if number in right else cell.ljust(width) for cell, width, number in cells)
+        print("  ".join(row).rstrip())
 
 
 def print_origins(resolved: Resolved, *, everything: bool = True) -> None:
     """Print the value of each option and its source, of defaults only with ``everything``."""
-    rows = origin_rows(resolved, everything=everything)
-    if rows:
-        print_table((), rows)
+    print_table((), origin_rows(resolved, everything=everything))

@@ -1,171 +1,246 @@
-"""``accelfn plan-memory``: plan a device map, or the memory of each rank of a mesh."""
+"""``accelfn plan-memory``: plan a device map, the memory of each rank of a mesh, or the mesh."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+import os
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.command_line import CommandParser
-from accelfn.launch.output import (
-    FORMATS,
-    choose_format,
-    refuse_missing_model,
-    show_text,
-)
-from accelfn.launch.plan_ranks import draw_ranks, draw_search
+from accelfn.launch.command_line import CommandParser, positive
+from accelfn.launch.output import refuse_missing_model
 
 if TYPE_CHECKING:
-    from accelfn.bigmodel import DevicePlan
+    from torch import nn
 
+    from accelfn.context import Context, ContextOptions
+
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep")
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-_DEVICE_OPTIONS = ("max_memory", "device_map", "no_split", "offload_buffers", "fallback_allocation")
-_RANK_OPTIONS = (
-    *("optimizer", "mixed_precision", "batch", "batch_size", "sequence_length", "activation_checkpointing"),
-    *("gradient_accumulation_steps", "sync_each_batch", "num_microbatches"),
+_PRECISIONS = ("no", "bf16", "fp16", "fp8")
+# The flags that don't go with each plan, and why.
+_OF_DEVICES = (("max_memory", "device_map", "no_split"), "for the device map of one process")
+_OF_RANKS = (
+    ("optimizer", "mixed_precision", "batch_size", "activation_checkpointing", "gradient_accumulation_steps"),
+    "for ranks: add --mesh, such as dp_shard=8,tp=2",
 )
-_SEARCH_OPTIONS = ("ranks", "memory", "axes", "ranks_per_node", "why")
+_OF_SEARCH = (("memory", "ranks_per_node"), "for a search of meshes: add --ranks")
+_OF_MESH = (("mesh", "gradient_accumulation_steps"), "chosen by a search: leave it out, or --ranks")
+_REFUSED = MappingProxyType(
+    {
+        "devices": (_OF_RANKS, _OF_SEARCH),
+        "mesh": (_OF_DEVICES, _OF_SEARCH),
+        "search": (_OF_DEVICES, _OF_MESH),
+    }
+)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plan the memory of a model. Effect: prints the plan, or writes it to a file.
+    """Plan the memory of a model. Effect: prints the plan.
 
     Returns:
         The exit status: 0; 1 if no mesh fits, or a file of weights is damaged; 2 if an argument is invalid.
     """
-    budgets: dict[int | str, str] | None = None
+    of_ranks = options.mesh is not None or options.config_file is not None
+    what = "search" if options.ranks is not None else "mesh" if of_ranks else "devices"
+    for name, why in ((name, why) for names, why in _REFUSED[what] for name in names):
+        if getattr(options, name):
+            raise ConfigurationError(f"--{name} is {why}.")
+    if (options.batch_size is None) != (options.sequence_length is None):
+        raise ConfigurationError(
+            "--batch_size and --sequence_length go together, such as --batch_size 8 --sequence_length 2048."
+        )
+    if what == "search" and (options.memory is None or options.batch_size is None):
+        raise ConfigurationError(
+            "a search of meshes needs --memory, --batch_size and --sequence_length too, such as --ranks 8192 "
+            "--memory 80GB --batch_size 1024 --sequence_length 8192."
+        )
+    refuse_missing_model(options.source, None)
+    plan = {"devices": _plan_devices, "mesh": _plan_mesh, "search": _search_meshes}[what]
+    facts, table = plan(options)
+    print(json.dumps({"source": options.source, **facts}, indent=1) if options.json else table)
+    return int(facts.get("layouts") == [])
+
+
+# --- A device map ---------------------------------------------------------------------------------
+
+
+def _plan_devices(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    budgets: dict[int | str, str] = {}
     for pair in options.max_memory or ():
         name, equals, size = pair.partition("=")
-        place = int(name) if name.isdecimal() else name
         if not (name and equals and size):
             raise ConfigurationError(
                 f"--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got {pair!r}."
             )
-        budgets = {} if budgets is None else budgets
+        place = int(name) if name.isdecimal() else name
         if place in budgets:
             raise ConfigurationError(f"--max_memory specifies the place {name} twice. Remove one.")
         budgets[place] = size
-    form = choose_format(options.format, options.output)
-    for_ranks = options.search or options.mesh is not None or options.config_file is not None
-    _check_options(options, form, for_ranks=for_ranks)
-    _check_search(options)
-    refuse_missing_model(options.source, options.output)
-    if options.search:
-        text, fits = draw_search(options, form)
-        show_text(text, options.output)
-        return 0 if fits else 1
-    if for_ranks:
-        show_text(draw_ranks(options, form), options.output)
-        return 0
-    # Not at the top: accelfn.bigmodel imports torch, which --help and bad input must not wait for.
+    # Not at the top: it imports torch, which --help and bad input must not wait for.
     from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
 
     shape = read_source(options.source)
-    plan_options = PlanOptions(
-        no_split_module_classes=shape.no_split_classes if options.no_split is None else options.no_split,
-        dtype=options.dtype,
-        offload_buffers=options.offload_buffers,
-        fallback_allocation=options.fallback_allocation,
-    )
-    plan = plan_named_map(shape, options.device_map or "auto", budgets, plan_options)
-    show_text(_FORMS[form](plan, options.source), options.output)
-    return 0
+    classes = shape.no_split_classes if options.no_split is None else options.no_split
+    asked = PlanOptions(no_split_module_classes=classes, dtype=options.dtype)
+    plan = plan_named_map(shape, options.device_map or "auto", budgets or None, asked)
+    names = ("place", "budget", "used", "reserved")
+    places = [{name: getattr(place, name) for name in names} for place in plan.places]
+    return {"device_map": plan.device_map, "places": places, "warnings": plan.warnings}, str(plan)
 
 
-def _check_options(options: argparse.Namespace, form: str, *, for_ranks: bool) -> None:
-    """Refuse options for a device map when ranks are planned, and vice versa."""
-    wrong = [name for name in (_DEVICE_OPTIONS if for_ranks else _RANK_OPTIONS) if getattr(options, name)]
-    if wrong and for_ranks:
+# --- Ranks of a mesh ------------------------------------------------------------------------------
+
+
+def _plan_mesh(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from accelfn.context import plan_context
+    from accelfn.parallel import plan_memory, plan_model, plan_traffic
+
+    asked, size = _asked(options)
+    if size is None:
         raise ConfigurationError(
-            f"--{wrong[0]} is for the device map of one process, and --mesh, --search and --config_file are "
-            "for ranks. Remove one of them."
+            f"{options.config_file} says neither num_processes nor a mesh. Add --mesh, such as dp_shard=8."
         )
-    if wrong:
-        raise ConfigurationError(f"--{wrong[0]} is for ranks. Add --mesh, such as dp_shard=8,tp=2.")
-    if for_ranks and form == "html":
-        raise ConfigurationError("a plan for ranks can't be drawn as html. Use table, json or svg.")
-    text = [name for name in ("batch_size", "sequence_length") if getattr(options, name) is not None]
-    if text and options.batch is not None:
-        raise ConfigurationError(
-            f"--{text[0]} is for a batch of text, and --batch names a function that makes one. Remove one."
-        )
-    if len(text) == 1:
-        raise ConfigurationError(
-            "--batch_size and --sequence_length go together, such as --batch_size 8 --sequence_length 2048."
-        )
-
-
-def _check_search(options: argparse.Namespace) -> None:
-    """Refuse a search without its sizes, and options that it chooses itself."""
-    given = [name for name in _SEARCH_OPTIONS if getattr(options, name)]
-    if not options.search:
-        if given:
-            raise ConfigurationError(f"--{given[0]} is for a search of meshes. Add --search.")
-        return
-    needed = ("ranks", "memory", *(("batch_size",) if options.batch is None else ()))
-    missing = [name for name in needed if getattr(options, name) is None]
-    if missing:
-        raise ConfigurationError(
-            f"--search needs --{missing[0]}: --search --ranks 8192 --memory 80GB --batch_size 1024 "
-            "--sequence_length 8192, or --batch MODULE:FUNCTION instead of the last two."
-        )
-    chosen = ("mesh", "gradient_accumulation_steps", "sync_each_batch", "num_microbatches")
-    wrong = [name for name in chosen if getattr(options, name)]
-    if wrong:
-        raise ConfigurationError(f"--search chooses what --{wrong[0]} says. Remove one of the two.")
-
-
-def _as_table(plan: DevicePlan, source: str) -> str:
-    return str(plan)
-
-
-def _as_json(plan: DevicePlan, source: str) -> str:
-    data = {
-        "source": source,
-        "device_map": plan.device_map,
-        "places": [
-            {
-                "place": place.place,
-                "budget": place.budget,
-                "used": place.used,
-                "reserved": place.reserved,
-                "tensors": [
-                    {"name": leaf.name, "bytes": leaf.num_bytes, "kind": leaf.kind} for leaf in place.leaves
-                ],
-            }
-            for place in plan.places
-        ],
-        "ties": plan.ties,
-        "copies": [copy._asdict() for copy in plan.copies],
-        "warnings": plan.warnings,
+    ctx, model = plan_context(size, **asked), _model(options)
+    batch = options.batch_size and _text(ctx, model, options.batch_size, options.sequence_length)
+    plan = None if ctx.strategy.engine is not None else plan_model(ctx, model)
+    budget = plan_memory(ctx, model, batch=batch, optimizer=_optimizer(options))
+    traffic = plan_traffic(ctx, model, batch=batch)
+    sums = {name: getattr(budget, name) for name in ("held", "total", "peak")}
+    facts = {
+        "mesh": {axis: traffic.mesh.size(axis) for axis in traffic.mesh.active()},
+        "bytes": {**budget._asdict(), **sums, "moved": dict(budget.moved)},
+        "exchanges": [one._asdict() for one in traffic.exchanges],
     }
-    return json.dumps(data, indent=1)
+    return facts, "\n\n".join(str(part) for part in (plan, budget, traffic) if part is not None)
 
 
-def _as_svg(plan: DevicePlan, source: str) -> str:
-    from accelfn.bigmodel import draw_device_plan_svg
+def _asked(options: argparse.Namespace) -> tuple[ContextOptions, int | None]:
+    """Return the options of a context that the arguments ask for, and the number of its ranks."""
+    from accelfn.context.config import FullyShardedDataParallelPlugin, ParallelismConfig
 
-    return draw_device_plan_svg(plan)
+    asked: ContextOptions = {}
+    size: int | None = None
+    if options.config_file is not None:
+        asked, size = _configured(options.config_file)
+    if options.mesh is not None:
+        mesh = asked["parallelism_config"] = ParallelismConfig(**_read_mesh(options.mesh))
+        size = mesh.total_size
+    if options.mixed_precision is not None:
+        asked["mixed_precision"] = options.mixed_precision
+    if options.activation_checkpointing:
+        plugin = asked.get("fsdp_plugin") or FullyShardedDataParallelPlugin(fsdp_version=2)
+        asked["fsdp_plugin"] = replace(plugin, activation_checkpointing=True)
+    if options.gradient_accumulation_steps is not None:
+        asked["gradient_accumulation_steps"] = options.gradient_accumulation_steps
+    return asked, size
 
 
-def _as_html(plan: DevicePlan, source: str) -> str:
-    from accelfn.bigmodel import draw_device_plan_html
+def _configured(path: str) -> tuple[ContextOptions, int | None]:
+    """Return what a configuration file asks of a context, as ``accelfn launch`` has it, and its ranks."""
+    from accelfn.context.config import read_settings
+    from accelfn.context.options import merge_settings
+    from accelfn.launch.config import resolve
+    from accelfn.launch.launch import load_config
+    from accelfn.launch.plan.choose import exported_variables
 
-    return draw_device_plan_html(plan, f"Device plan of {source}")
+    resolved = resolve({}, {}, load_config(path, os.environ))
+    asked = merge_settings({}, read_settings(exported_variables(resolved)))
+    asked.pop("cpu", None)
+    mesh = asked.get("parallelism_config")
+    return asked, resolved.config.num_processes or (None if mesh is None else mesh.total_size)
 
 
-_FORMS: Mapping[str, Callable[[DevicePlan, str], str]] = MappingProxyType(
-    {"table": _as_table, "json": _as_json, "svg": _as_svg, "html": _as_html}
-)
+def _read_mesh(text: str) -> dict[str, Any]:
+    """Return the sizes of a mesh such as ``dp_shard=8,tp=2``, as ``ParallelismConfig`` takes them."""
+    sizes: dict[str, Any] = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in _AXES or not size.isdecimal() or not int(size) or f"{axis}_size" in sizes:
+            raise ConfigurationError(
+                f"--mesh takes AXIS=SIZE, each of {', '.join(_AXES)} once with a size from 1, such as "
+                f"dp_shard=8,tp=2: got {part or text!r}."
+            )
+        sizes[f"{axis}_size"] = int(size)
+    return sizes
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}.")
-    return int(text)
+# --- The mesh -------------------------------------------------------------------------------------
+
+
+def _search_meshes(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from accelfn.parallel import search_meshes
+    from accelfn.weights.index import parse_size
+
+    model = _model(options)
+    asked, _ = _asked(options)
+    for name in ("parallelism_config", "gradient_accumulation_steps"):
+        asked.pop(name, None)
+    search = search_meshes(
+        options.ranks,
+        model,
+        memory=parse_size(options.memory, "--memory"),
+        num_rows=options.batch_size,
+        make_batch=lambda ctx, rows: _text(ctx, model, rows, options.sequence_length),
+        optimizer=_optimizer(options),
+        ranks_per_node=options.ranks_per_node or 8,
+        **asked,
+    )
+    layouts = [
+        {
+            **{name: getattr(one, name) for name in ("name", "rows", "num_batches", "between_nodes")},
+            "bytes": {**one.budget._asdict(), "total": one.budget.total},
+        }
+        for one in search.layouts
+    ]
+    return {"layouts": layouts, "refused": [one._asdict() for one in search.refused]}, str(search)
+
+
+# --- Models and batches ---------------------------------------------------------------------------
+
+
+def _model(options: argparse.Namespace) -> nn.Module:
+    from accelfn.bigmodel.model_info import read_dtype
+    from accelfn.bigmodel.source import build_source
+
+    model = build_source(options.source)
+    dtype: Any = None if options.dtype is None else read_dtype(options.dtype, "--dtype")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ConfigurationError(
+            f"--dtype {options.dtype} is for inference only. Use a dtype to train in, such as bfloat16."
+        )
+    return model if dtype is None else model.to(dtype)
+
+
+def _optimizer(options: argparse.Namespace) -> str | float:
+    """Return the optimizer that the arguments name: a name, or bytes per parameter."""
+    given: str = options.optimizer or "adamw"
+    try:
+        return float(given)
+    except ValueError:
+        return given
+
+
+def _text(ctx: Context, model: nn.Module, rows: int, length: int) -> Any:
+    """Return this rank's part of a batch of text."""
+    import torch
+
+    from accelfn.data import shard_sequence
+
+    kind = type(model).__name__
+    if getattr(model, "main_input_name", None) != "input_ids":
+        raise ConfigurationError(
+            f"--batch_size makes a batch of text, as models of transformers take it, and {kind} says nothing "
+            "of input_ids. Plan it in Python, where accelfn.plan_memory takes any batch."
+        )
+    ids = torch.empty(rows, length, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids}
+    if kind.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel")):
+        batch["labels"] = ids
+    return shard_sequence(ctx, batch, dict.fromkeys(batch, 1))
 
 
 def make_parser() -> CommandParser:
@@ -173,79 +248,38 @@ def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="accelfn plan-memory",
         description="Plan the device map of a model; with --mesh or --config_file the memory and traffic of "
-        "each rank that trains it; or with --search the mesh. No weight is read.",
+        "each rank that trains it; or with --ranks the mesh. No weight is read.",
     )
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "source",
         metavar="SOURCE",
-        help="a folder with a config.json, safetensors or their index, or MODULE:FUNCTION, which builds the "
-        "model",
+        help="a folder with a config.json, safetensors or their index, or "
+        "MODULE:FUNCTION, which builds the model",
     )
-    parser.add_argument(
+    add(
         "--max_memory",
         metavar="PLACE=SIZE",
         nargs="+",
-        help="capacity of each place: 0=10GB cpu=30GB disk=1TB; other places but the disk aren't used "
-        "(free memory of this machine)",
+        help="capacity of each place: 0=10GB cpu=30GB "
+        "disk=1TB; other places but the disk aren't used (free memory of this machine)",
     )
-    parser.add_argument("--device_map", choices=_MAPS, help="strategy of the device map (auto)")
-    parser.add_argument(
-        "--no_split",
-        metavar="CLASS",
-        nargs="*",
-        help="classes whose modules aren't split, such as layers.* in a file (the model's own)",
-    )
-    parser.add_argument("--dtype", help="dtype to load with, such as bfloat16 or int4 (the model's own)")
-    parser.add_argument(
-        "--mesh",
-        metavar="AXIS=SIZE",
-        help="plan for the ranks of a mesh: dp_shard=8,tp=2; any number of them",
-    )
-    parser.add_argument(
-        "--config_file",
-        metavar="FILE",
-        help="configuration of accelfn launch: plan for its ranks, mesh and FSDP options",
-    )
-    parser.add_argument(
-        "--optimizer",
-        metavar="NAME",
-        help="adamw (the default), adam, adagrad, rmsprop, momentum or sgd; MODULE:CLASS; or the bytes of "
-        "its states per parameter; for ranks",
-    )
-    parser.add_argument(
-        "--mixed_precision", choices=("no", "bf16", "fp16", "fp8"), help="mixed precision of the ranks (no)"
-    )
+    add("--device_map", choices=_MAPS, help="strategy of the device map (auto)")
+    add("--no_split", metavar="CLASS", nargs="*", help="classes whose modules aren't split (the model's own)")
+    add("--dtype", help="dtype to load with, such as bfloat16 or int4 (the model's own)")
+    add("--mesh", metavar="AXIS=SIZE", help="plan for the ranks of a mesh: dp_shard=8,tp=2; any number")
+    add("--config_file", metavar="FILE", help="configuration of accelfn launch: plan for its ranks and mesh")
+    add("--optimizer", metavar="NAME", help="adamw (the default), sgd, ..., or the bytes per parameter")
+    add("--mixed_precision", choices=_PRECISIONS, help="mixed precision of the ranks (no)")
+    add("--activation_checkpointing", action="store_true", help="recompute activations")
+    add("--memory", metavar="SIZE", help="memory of each rank in a search, such as 80GB")
     for name, about in (
-        (
-            "--batch_size",
-            "sequences in a rank's batch, in a search in a step of all ranks: count what the batch takes too",
-        ),
-        ("--sequence_length", "tokens of each sequence"),
-        ("--gradient_accumulation_steps", "batches in an accumulation window; for ranks (1)"),
-        ("--num_microbatches", "microbatches of a batch in a pipeline (one for each stage)"),
-        ("--ranks", "number of ranks to search meshes for"),
+        ("--ranks", "list the meshes of so many ranks in which the model fits"),
         ("--ranks_per_node", "ranks in each node, in a search (8)"),
+        ("--batch_size", "sequences in a rank's batch, in a search in a step of all ranks"),
+        ("--sequence_length", "tokens of each sequence"),
+        ("--gradient_accumulation_steps", "batches in an accumulation window (1)"),
     ):
-        parser.add_argument(name, metavar="N", type=_positive, help=about)
-    parser.add_argument(
-        "--batch",
-        metavar="MODULE:FUNCTION",
-        help="the same with another batch: the function returns the model's arguments, as a mapping of "
-        "keyword arguments, a list or tuple, or a single one; in a search with the rows of a step",
-    )
-    parser.add_argument("--memory", metavar="SIZE", help="memory of each rank in a search, such as 80GB")
-    parser.add_argument(
-        "--axes", metavar="AXIS,...", help="axes to search (pp,dp_replicate,dp_shard,tp; there are cp and sp)"
-    )
-    for name, about in (
-        ("--activation_checkpointing", "recompute activations in the backward pass; for ranks"),
-        ("--sync_each_batch", "average the gradients of each batch of a window; for ranks"),
-        ("--search", "list the meshes in which the model fits, those that send least between nodes first"),
-        ("--why", "say of each other mesh why it isn't one of them"),
-        ("--offload_buffers", "offload buffers of offloaded modules too"),
-        ("--fallback_allocation", "use a smaller later part if the first one is too large for a device"),
-    ):
-        parser.add_argument(name, action="store_true", help=about)
-    parser.add_argument("--format", choices=FORMATS, help="output format (table, or by --output)")
-    parser.add_argument("--output", metavar="FILE", help="write to this file")
+        add(name, metavar="N", type=positive, help=about)
+    add("--json", action="store_true", help="print JSON")
     return parser

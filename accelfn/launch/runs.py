@@ -7,8 +7,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -34,17 +33,7 @@ class Curve(NamedTuple):
     values: tuple[float, ...]
 
 
-class RunTable(NamedTuple):
-    """A logged table."""
-
-    name: str
-    step: int | None
-    columns: tuple[str, ...]
-    rows: tuple[tuple[Any, ...], ...]
-
-
-@dataclass(slots=True, kw_only=True)
-class RunRecord:
+class RunRecord(NamedTuple):
     """The content of a run's file.
 
     Attributes:
@@ -57,25 +46,21 @@ class RunRecord:
         num_starts: Number of starts; more than 1 if the run was resumed.
         config: The configuration.
         curves: Metrics by name; nested names are joined by ``/``.
-        texts: The last logged text by name.
-        images: Image files by name, relative to the folder.
-        tables: Tables in the order in which they were logged.
+        events: All lines as JSON has them: texts, images and tables too.
         num_damaged: Number of unreadable lines, such as one that a killed program left incomplete.
     """
 
     folder: Path
-    project: str = ""
-    name: str = ""
-    started_s: float = math.nan
-    last_s: float = math.nan
-    is_finished: bool = False
-    num_starts: int = 0
-    config: dict[str, Any] = field(default_factory=dict[str, Any])
-    curves: dict[str, Curve] = field(default_factory=dict[str, Curve])
-    texts: dict[str, str] = field(default_factory=dict[str, str])
-    images: dict[str, tuple[str, ...]] = field(default_factory=dict[str, "tuple[str, ...]"])
-    tables: tuple[RunTable, ...] = ()
-    num_damaged: int = 0
+    project: str
+    name: str
+    started_s: float
+    last_s: float
+    is_finished: bool
+    num_starts: int
+    config: Mapping[str, Any]
+    curves: Mapping[str, Curve]
+    events: tuple[Mapping[str, Any], ...]
+    num_damaged: int
 
     @property
     def num_steps(self) -> int:
@@ -117,64 +102,61 @@ def read_run(folder: str | Path) -> RunRecord:
     file = path if path.name == _FILE else path / _FILE
     if not file.is_file():
         raise FileNotFoundError(f"no run in {str(folder)!r}: {_FILE} is missing. Check the path.")
-    run = RunRecord(folder=file.parent, name=file.parent.name)
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        read = [_read_event(line) for line in lines]
+    events = tuple(event for event in read if event is not None)
+    starts = [event for event in events if event["kind"] == "start"]
+    newer = next((start for start in starts if start.get("format", _FORMAT) > _FORMAT), None)
+    if newer is not None:
+        raise ConfigurationError(
+            f"the run {newer.get('run')!r} has format {newer['format']}, but this accelfn reads format "
+            f"{_FORMAT}. Update accelfn."
+        )
+    ends = [event["kind"] for event in events if event["kind"] in ("start", "finish")]
+    last = starts[-1] if starts else {}
+    configs = [event["values"].items() for event in events if event["kind"] == "config"]
+    return RunRecord(
+        folder=file.parent,
+        project=str(last.get("project", "")),
+        name=str(last.get("run", file.parent.name)),
+        started_s=_seconds(starts[0]) if starts else math.nan,
+        last_s=_seconds(events[-1]) if events else math.nan,
+        is_finished=ends[-1:] == ["finish"],
+        num_starts=len(starts),
+        config={name: value for items in configs for name, value in items},
+        curves=_read_curves(event for event in events if event["kind"] == "log"),
+        events=events,
+        num_damaged=read.count(None),
+    )
+
+
+def _read_event(line: str) -> Mapping[str, Any] | None:
+    """Return an event; None if the line isn't one."""
+    try:
+        event: Any = json.loads(line)
+        has_values = event["kind"] not in ("log", "config") or isinstance(event["values"], dict)
+        return event if has_values and event.get("step", 0) in (None, int(event.get("step") or 0)) else None
+    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def _seconds(event: Mapping[str, Any]) -> float:
+    return float(event.get("time", math.nan))
+
+
+def _read_curves(events: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
     points: dict[str, dict[int, float]] = {}
     last: dict[str, int] = {}  # the last step of each metric
-    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
-        for line in lines:
-            _add_line(run, line, points, last)
-    for name, by_step in points.items():
-        steps = sorted(by_step)
-        run.curves[name] = Curve(tuple(steps), tuple(by_step[step] for step in steps))
-    return run
-
-
-def _add_line(run: RunRecord, line: str, points: dict[str, dict[int, float]], last: dict[str, int]) -> None:
-    try:
-        _add_event(run, json.loads(line), points, last)
-    except ConfigurationError:
-        raise
-    except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
-        run.num_damaged += 1  # not JSON, or not an event
-
-
-def _add_event(
-    run: RunRecord, event: dict[str, Any], points: dict[str, dict[int, float]], last: dict[str, int]
-) -> None:
-    """Add an event to a run; unknown kinds are ignored."""
-    kind = event.get("kind")
-    run.last_s = float(event.get("time", math.nan))
-    if kind == "start":
-        if event.get("format", _FORMAT) > _FORMAT:
-            raise ConfigurationError(
-                f"the run {event.get('run')!r} has format {event['format']}, but this accelfn reads format "
-                f"{_FORMAT}. Update accelfn."
-            )
-        run.started_s = run.last_s if run.num_starts == 0 else run.started_s
-        run.num_starts += 1
-        run.project, run.name = str(event.get("project", "")), str(event.get("run", ""))
-        run.is_finished = False
-    elif kind == "config":
-        run.config.update(event.get("values") or {})
-    elif kind == "log":
-        step = None if event.get("step") is None else int(event["step"])
-        for name, value in _flat(event.get("values") or {}):
+    for event in events:
+        for name, value in _flat(event["values"]):
             # JSON has no NaN or infinity, so they are logged as text.
             number = float(value) if value in ("NaN", "Infinity", "-Infinity") else value
             if isinstance(number, (int, float)):
-                last[name] = last.get(name, -1) + 1 if step is None else step
+                step = event.get("step")
+                last[name] = last.get(name, -1) + 1 if step is None else int(step)
                 points.setdefault(name, {})[last[name]] = float(number)
-            elif value is not None:
-                run.texts[name] = str(value)
-    elif kind == "images" and event["files"]:
-        before = run.images.get(str(event.get("name")), ())
-        run.images[str(event.get("name"))] = (*before, *map(str, event["files"]))
-    elif kind == "table":
-        columns = tuple(map(str, event.get("columns") or ()))
-        rows = tuple(tuple(row) for row in event.get("rows") or ())
-        run.tables = (*run.tables, RunTable(str(event.get("name")), event.get("step"), columns, rows))
-    elif kind == "finish":
-        run.is_finished = True
+    by_name = {name: sorted(by_step.items()) for name, by_step in points.items()}
+    return {name: Curve(*map(tuple, zip(*pairs, strict=True))) for name, pairs in by_name.items()}
 
 
 def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -184,15 +166,6 @@ def _flat(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any
             yield from _flat(cast("dict[str, Any]", value), path)
         else:
             yield path, value
-
-
-def number_text(value: float) -> str:
-    """Format a number with four digits.
-
-    >>> number_text(0.123456), number_text(12000.0), number_text(1e-9), number_text(3.0)
-    ('0.1235', '1.2e+04', '1e-09', '3')
-    """
-    return f"{value:.4g}"
 
 
 # --- The command ------------------------------------------------------------------------------------
@@ -216,11 +189,11 @@ def _list(options: argparse.Namespace) -> None:
         return
     rows: list[tuple[str, ...]] = []
     for run in runs:
-        last = [f"{name} {number_text(curve.values[-1])}" for name, curve in run.curves.items()]
+        last = [f"{name} {curve.values[-1]:.4g}" for name, curve in run.curves.items()]
         more = f", and {len(last) - _MAX_VALUES} more" if len(last) > _MAX_VALUES else ""
         name, values = run.folder.relative_to(top).as_posix(), ", ".join(last[:_MAX_VALUES]) + more
         rows.append((name, _time(run.started_s), _state(run), str(run.num_steps), values))
-    _print_table(("run", "started", "state", "steps", "last values"), rows, right=(3,))
+    _print(rows, ("run", "started", "state", "steps", "last values"), right=(3,))
 
 
 def _readable(folder: Path) -> RunRecord | None:
@@ -236,71 +209,52 @@ def _show(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(_facts(run), indent=1))
         return
-    duration_s = run.last_s - run.started_s
-    duration = "?" if math.isnan(duration_s) else str(timedelta(seconds=round(duration_s)))
+    seconds = run.last_s - run.started_s
+    duration = "?" if math.isnan(seconds) else str(timedelta(seconds=round(seconds)))
     started = f"{_time(run.started_s)}, {_state(run)}, {duration}"
-    facts = [("run", run.name), ("project", run.project), ("folder", str(run.folder)), ("started", started)]
-    if run.num_starts > 1:
-        facts.append(("", f"resumed {'once' if run.num_starts == 2 else f'{run.num_starts - 1} times'}"))
-    if run.num_damaged:
-        facts.append(("damaged", f"{run.num_damaged} unreadable line{'s' * (run.num_damaged > 1)}"))
-    _print_table((), facts)
-    _print_table((), [(name, json.dumps(value)) for name, value in run.config.items()], space=True)
+    resumed = f", resumed {run.num_starts - 1} times" if run.num_starts > 1 else ""
+    facts = [
+        ("run", run.name),
+        ("project", run.project),
+        ("folder", str(run.folder)),
+        ("started", started + resumed),
+    ]
+    facts += [("damaged", f"{run.num_damaged} unreadable lines")] if run.num_damaged else []
+    _print(facts)
+    _print([(name, json.dumps(value)) for name, value in run.config.items()])
     rows: list[tuple[str, ...]] = []
-    for name, curve in run.curves.items():
-        numbers = [value for value in curve.values if not math.isnan(value)] or [math.nan]
-        shown = (curve.values[0], curve.values[-1], min(numbers), max(numbers))
-        rows.append((name, str(len(curve.steps)), *map(number_text, shown)))
-    head = ("name", "steps", "first", "last", "min", "max")
-    _print_table(head, rows, right=(1, 2, 3, 4, 5), space=True)
-    _print_table((), list(run.texts.items()), space=True)
-    for name, files in run.images.items():
-        print(f"\nimages {_clean(name)}: {len(files)}, last: {_clean(str(run.folder / files[-1]))}")
-    for table in run.tables:
-        where = "" if table.step is None else f", step {table.step}"
-        print(f"\ntable {_clean(table.name)}{where}")
-        _print_table(table.columns, [tuple(map(str, row)) for row in table.rows])
+    for name, (steps, values) in run.curves.items():
+        numbers = [value for value in values if not math.isnan(value)] or [math.nan]
+        shown = (values[0], values[-1], min(numbers), max(numbers))
+        rows.append((name, str(len(steps)), *(f"{value:.4g}" for value in shown)))
+    _print(rows, ("name", "steps", "first", "last", "min", "max"), right=(1, 2, 3, 4, 5))
 
 
 def _find(given: str, top: str) -> Path:
     """Find a run by its folder, by its name or a prefix of it, or as ``latest``."""
-    path = Path(given)
-    if path.name == _FILE or (path / _FILE).is_file():
-        return path
+    if (Path(given) / _FILE).is_file():
+        return Path(given)
     folders = find_runs(top)
     if given == "latest" and folders:
-        began = {folder: run.started_s for folder in folders if (run := _readable(folder)) is not None}
-        return max(folders, key=lambda folder: (began.get(folder, -math.inf) > 0, began.get(folder, 0.0)))
-    names = {folder: folder.relative_to(top).as_posix() for folder in folders}
-    exact = [folder for folder in folders if given in (folder.name, names[folder])]
-    matches = exact or [
-        folder for folder in folders if folder.name.startswith(given) or names[folder].startswith(given)
-    ]
-    if len(matches) == 1:
-        return matches[0]
-    if not matches:
-        runs = ", ".join(names.values()) or "none"
-        raise FileNotFoundError(f"no run {given!r} in {top!r}. Runs there: {runs}.")
-    raise ValueError(
-        f"{given!r} is ambiguous. Pass one of: {', '.join(names[folder] for folder in matches)}."
-    )
+        return max(folders, key=lambda folder: (folder / _FILE).stat().st_mtime)
+    exact = [folder for folder in folders if folder.name == given]
+    found = exact or [folder for folder in folders if folder.name.startswith(given)]
+    if len(found) != 1:
+        problem = "is ambiguous" if found else f"is not in {top!r}"
+        names = ", ".join(map(str, found or folders)) or "none"
+        raise ValueError(f"the run {given!r} {problem}. Pass one of: {names}.")
+    return found[0]
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
+    """Return a run as JSON has it."""
     last = {name: curve.values[-1] for name, curve in run.curves.items()}
     return {
-        "run": run.name,
-        "project": run.project,
+        **{name: getattr(run, name) for name in ("name", "project", "config", "num_steps", "num_damaged")},
         "folder": str(run.folder),
-        "started": None if math.isnan(run.started_s) else run.started_s,
         "state": _state(run),
-        "steps": run.num_steps,
-        "config": run.config,
+        "started": None if math.isnan(run.started_s) else run.started_s,
         "last": {name: value if math.isfinite(value) else str(value) for name, value in last.items()},
-        "texts": run.texts,
-        "images": run.images,
-        "tables": [table._asdict() for table in run.tables],
-        "damaged_lines": run.num_damaged,
     }
 
 
@@ -312,25 +266,14 @@ def _time(seconds: float) -> str:
     return "?" if math.isnan(seconds) else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
-def _clean(text: str) -> str:
-    r"""Escape line breaks and control characters of a logged text.
-
-    >>> _clean("red \x1b[31m\n")
-    'red \\x1b[31m\\n'
-    """
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
-def _print_table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = (), *, space: bool = False
-) -> None:
-    """Print a table whose rows may differ in length. With ``space``, print an empty line before it."""
-    if space and not rows:
-        return
-    width = max(map(len, (head, *rows)))
-    even = [[_clean(cell) for cell in (*row, *[""] * (width - len(row)))] for row in (head, *rows)]
-    print("\n" * space, end="")
-    print_table(even[0] if head else (), even[1:], right=right)
+def _print(rows: Sequence[Sequence[str]], head: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+    """Print a table of logged texts, which can't move the cursor."""
+    clean = [
+        ["".join(char if char.isprintable() else repr(char)[1:-1] for char in cell) for cell in row]
+        for row in rows
+    ]
+    if clean:
+        print_table(head, clean, right=right)
 
 
 def make_parser() -> CommandParser:

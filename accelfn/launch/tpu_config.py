@@ -8,23 +8,19 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.files import find_config_file, read_text, read_tree
+from accelfn.launch.config.accelerate import read_any_config
+from accelfn.launch.config.files import find_config_file
 
 # A directory without user files that could shadow an installed package.
 _DIRECTORY = "/usr/share"
 
 
 def tpu_command(
-    name: str,
-    commands: Sequence[str],
-    *,
-    zone: str | None = None,
-    alpha: bool = False,
-    install: str | None = None,
+    name: str, commands: Sequence[str], *, zone: str | None = None, alpha: bool = False
 ) -> tuple[str, ...]:
     """Build the gcloud command that runs shell commands on all machines of a TPU. Pure.
 
@@ -33,19 +29,13 @@ def tpu_command(
         commands: Commands to run in order.
         zone: Zone of the TPU; None for gcloud's default.
         alpha: Use gcloud's alpha commands.
-        install: Version of accelfn to install first, or ``"latest"``; None to install nothing.
 
     >>> tpu_command("my-tpu", ["python -V"], zone="us-central1-a")[-3:]
     ('--command=cd /usr/share; python -V', '--worker=all', '--zone=us-central1-a')
     """
-    package = "-U accelfn" if install == "latest" else shlex.quote(f"accelfn=={install}")
-    first = () if install is None else (f"pip install {package}",)
-    joined = "; ".join((f"cd {_DIRECTORY}", *first, *commands))
-    return (
-        *("gcloud", *(("alpha",) if alpha else ()), "compute", "tpus", "tpu-vm", "ssh", name),
-        *(f"--command={joined}", "--worker=all"),
-        *((f"--zone={zone}",) if zone is not None else ()),
-    )
+    joined = "; ".join((f"cd {_DIRECTORY}", *commands))
+    program = ("gcloud", *(("alpha",) if alpha else ()), "compute", "tpus", "tpu-vm", "ssh", name)
+    return (*program, f"--command={joined}", "--worker=all", *((f"--zone={zone}",) if zone else ()))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,9 +44,11 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status of gcloud.
     """
-    config = _read_tpu_section(options.config_file)
-    name = options.tpu_name or config.get("name")
-    zone = options.tpu_zone or config.get("zone")
+    path, is_requested = find_config_file(
+        options.config_file, os.environ, sys.platform, os.path.expanduser("~")
+    )
+    config = read_any_config(path).values if is_requested or os.path.exists(path) else {}
+    name = options.tpu_name or config.get("tpu_name")
     commands = _commands(options, config)
     if not name:
         raise ConfigurationError("no TPU given. Pass --tpu_name, or a --config_file that sets it.")
@@ -64,8 +56,12 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             "no command given. Pass --command, --command_file, or a --config_file with commands."
         )
-    install = options.accelfn_version if options.install_accelfn else None
-    command = tpu_command(name, commands, zone=zone, alpha=options.use_alpha, install=install)
+    if options.install_accelfn:
+        version = options.accelfn_version
+        package = "-U accelfn" if version == "latest" else shlex.quote(f"accelfn=={version}")
+        commands.insert(0, f"pip install {package}")
+    zone: Any = options.tpu_zone or config.get("tpu_zone")
+    command = tpu_command(str(name), commands, zone=zone, alpha=options.use_alpha)
     print(shlex.join(command), flush=True)
     if options.debug:
         return 0
@@ -78,59 +74,34 @@ def run(options: argparse.Namespace) -> int:
     return subprocess.call([gcloud, *command[1:]])
 
 
-def _read_tpu_section(given: str | None) -> dict[str, Any]:
-    """Read the TPU options of a config file of accelfn or Accelerate."""
-    path, is_requested = find_config_file(given, os.environ, sys.platform, os.path.expanduser("~"))
-    if not is_requested and not os.path.exists(path):
-        return {}
-    tree = read_tree(read_text(path), path, typed=True)
-    section = tree.get("tpu_options")
-    nested: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, dict) else {}
-    names = {"name": "tpu_name", "zone": "tpu_zone", "commands": "commands", "command_file": "command_file"}
-    return {short: nested.get(short, tree.get(long)) for short, long in names.items()}
-
-
 def _commands(options: argparse.Namespace, config: Mapping[str, Any]) -> list[str]:
     """List the commands of the flags, or else of the config file; a command file precedes single commands."""
     commands: list[str] = [word for words in options.command for word in words]
-    file = options.command_file or (None if commands else config.get("command_file"))
-    lines: list[str] = []
-    if file:
-        path = Path(str(file)).expanduser()
+    file: str | None = options.command_file or (None if commands else config.get("command_file"))
+    if file is None and not commands:
+        commands = [*config.get("commands", ())]
+    if file is not None:
+        path = Path(file).expanduser()
         if not path.is_file():
-            raise ConfigurationError(f"no command file {str(file)!r}. Check --command_file.")
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    elif not commands:
-        given: object = config.get("commands") or []
-        commands = [given] if isinstance(given, str) else [str(part) for part in cast("Sequence[Any]", given)]
-    return [line for line in (*lines, *commands) if line and not line.startswith("#")]
+            raise ConfigurationError(f"no command file {file!r}. Check --command_file.")
+        commands = [*path.read_text(encoding="utf-8").splitlines(), *commands]
+    return [line.strip() for line in commands if line.strip() and not line.strip().startswith("#")]
 
 
 def make_parser() -> CommandParser:
     """Build the parser of the command."""
     parser = CommandParser(
-        prog="accelfn tpu-config",
-        description="Run shell commands on every machine of a TPU with gcloud.",
+        prog="accelfn tpu-config", description="Run shell commands on every machine of a TPU with gcloud."
     )
-    parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
-    parser.add_argument("--tpu_name", metavar="NAME", help="name of the TPU")
-    parser.add_argument("--tpu_zone", metavar="ZONE", help="zone of the TPU (gcloud's default)")
-    parser.add_argument("--use_alpha", action="store_true", help="use gcloud alpha")
-    parser.add_argument("--command_file", metavar="FILE", help="file of shell commands, one per line")
-    parser.add_argument(
-        "--command",
-        metavar="COMMAND",
-        nargs="+",
-        action="append",
-        default=[],
-        help="shell command; repeatable",
-    )
-    parser.add_argument("--install_accelfn", action="store_true", help="install accelfn first")
-    parser.add_argument(
-        "--accelfn_version",
-        metavar="VERSION",
-        default="latest",
-        help="version of accelfn to install (latest)",
-    )
-    parser.add_argument("--debug", action="store_true", help="print the gcloud command without running it")
+    add = parser.add_argument
+    add("--config_file", metavar="FILE", help="config file to use instead of the default")
+    add("--tpu_name", metavar="NAME", help="name of the TPU")
+    add("--tpu_zone", metavar="ZONE", help="zone of the TPU (gcloud's default)")
+    add("--use_alpha", action="store_true", help="use gcloud alpha")
+    add("--command_file", metavar="FILE", help="file of shell commands, one per line")
+    repeated = {"nargs": "+", "action": "append", "default": []}
+    add("--command", metavar="COMMAND", help="shell command; repeatable", **repeated)
+    add("--install_accelfn", action="store_true", help="install accelfn first")
+    add("--accelfn_version", metavar="VERSION", default="latest", help="version to install (latest)")
+    add("--debug", action="store_true", help="print the gcloud command without running it")
     return parser

@@ -36,7 +36,7 @@ def test_flags(line: str, command: str, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "tpu_name: t\ntpu_zone: z\ncommands: [echo a, echo b]\n",
+        "distributed_type: XLA\ntpu_name: t\ntpu_zone: z\ncommands: [echo a, echo b]\n",
         "tpu_options: {name: t, zone: z, commands: [echo a, echo b]}\n",
     ],
     ids=["Accelerate's", "ours"],
