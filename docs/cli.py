@@ -15,7 +15,6 @@ GUIDES = {
     "config": "config",
     "env": "self-test",
     "test": "self-test",
-    "data-plan": "data",
     "estimate-memory": "estimate",
     "checkpoint": "checkpoint-command",
     "plan-memory": "plan-ranks",

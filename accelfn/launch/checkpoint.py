@@ -153,7 +153,7 @@ def _show(options: argparse.Namespace) -> int:
     disk = disk_at(options.directory)
     path, manifest = read_checkpoint(disk, options.directory, lambda found: (found.path, found.manifest))
     prefix = f"{options.path.strip('/')}/".lstrip("/")
-    tensors = [
+    tensors: list[dict[str, Any]] = [
         {
             "path": name,
             "dtype": stored.dtype,
@@ -297,15 +297,15 @@ def make_parser() -> CommandParser:
     convert.add_argument(
         "--to", required=True, choices=forms, help="format; dcp: torch.distributed.checkpoint"
     )
-    many = {"action": "append", "default": []}
+    repeated: Any = {"action": "append", "default": []}
     convert.add_argument(
         "--name",
         metavar="OLD=NEW",
         type=_renaming,
         help="rename a part of another program; repeatable",
-        **many,
+        **repeated,
     )
-    convert.add_argument("--leave_out", metavar="PATH", help="part to omit; repeatable", **many)
+    convert.add_argument("--leave_out", metavar="PATH", help="part to omit; repeatable", **repeated)
     convert.add_argument("--leaf", metavar="PATH", help="path of the model, for safetensors (model) and dcp")
     convert.add_argument(
         "--max_shard_size", metavar="SIZE", default="10GB", help="maximum file size, for safetensors (10GB)"

@@ -131,7 +131,7 @@ def describe_torch() -> dict[str, Any]:
     if torch.cuda.is_available():
         facts["NCCL"] = ".".join(map(str, cast("Any", torch.cuda).nccl.version()))
     if kind.type != "cpu":
-        read: Any = getattr(device_module(kind.type), "get_device_properties", lambda index: "")  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+        read: Any = getattr(device_module(kind.type), "get_device_properties", str)
         facts["precisions"] = sorted(kind.precisions)
         facts["collective backend"] = kind.backend or "none: one process"
         facts["accelerators"] = {f"{kind.type}:{index}": str(read(index)) for index in range(kind.count)}

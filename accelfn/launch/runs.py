@@ -113,7 +113,7 @@ def read_run(folder: str | Path) -> RunRecord:
             f"{_FORMAT}. Update accelfn."
         )
     ends = [event["kind"] for event in events if event["kind"] in ("start", "finish")]
-    last = starts[-1] if starts else {}
+    last: Mapping[str, Any] = starts[-1] if starts else {}
     configs = [event["values"].items() for event in events if event["kind"] == "config"]
     return RunRecord(
         folder=file.parent,

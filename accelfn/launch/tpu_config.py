@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     path, is_requested = find_config_file(
         options.config_file, os.environ, sys.platform, os.path.expanduser("~")
     )
-    config = read_any_config(path).values if is_requested or os.path.exists(path) else {}
+    config: Mapping[str, Any] = read_any_config(path).values if is_requested or os.path.exists(path) else {}
     name = options.tpu_name or config.get("tpu_name")
     commands = _commands(options, config)
     if not name:
@@ -99,7 +99,7 @@ def make_parser() -> CommandParser:
     add("--tpu_zone", metavar="ZONE", help="zone of the TPU (gcloud's default)")
     add("--use_alpha", action="store_true", help="use gcloud alpha")
     add("--command_file", metavar="FILE", help="file of shell commands, one per line")
-    repeated = {"nargs": "+", "action": "append", "default": []}
+    repeated: Any = {"nargs": "+", "action": "append", "default": []}
     add("--command", metavar="COMMAND", help="shell command; repeatable", **repeated)
     add("--install_accelfn", action="store_true", help="install accelfn first")
     add("--accelfn_version", metavar="VERSION", default="latest", help="version to install (latest)")
