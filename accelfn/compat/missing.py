@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import opcode
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import NoReturn
 
 from accelfn.launch.config.options import suggest
 
@@ -57,23 +54,30 @@ _INSTEAD: Mapping[str, str] = MappingProxyType(
         """,
     }
 )
+_MODULES = MappingProxyType(
+    {
+        "accelerate.test_utils": "To run Accelerate's own test files over accelfn, pip install accelerate.",
+        "accelerate.commands": "Use the commands of accelfn, which `accelfn --help` lists.",
+    }
+)
+_ELSEWHERE = (
+    "See 'Programs written for Accelerate' in its documentation, or run the program without accelfn.compat."
+)
 
 
-def refuse(module: str, name: str) -> NoReturn:
-    """Raise the error for a name that a module of the mirror doesn't have. Called by its ``__getattr__``.
+def explain(module: str, name: str, known: Iterable[str]) -> str:
+    """Return what to say of a name, or a module, that a module of Accelerate doesn't have here. Pure.
 
-    Raises:
-        ImportError: For ``from accelerate import name``, whose own text would replace an AttributeError's.
-        AttributeError: Otherwise.
+    Args:
+        module: The module of Accelerate.
+        name: The name.
+        known: Names that the module has.
     """
-    place = "accelerate" + module.removeprefix("accelfn.compat.accelerate")
-    hints = (hint for hint, names in _INSTEAD.items() if name in names.split())
-    near = suggest(name, [one for one in vars(sys.modules[module]) if not one.startswith("_")])
-    hint = "See 'Programs written for Accelerate' in accelfn's documentation."
-    hint = next(hints, hint if near is None else f"Did you mean {near}?")
-    text = f"{place} has no {name!r} here, since accelfn stands in for Accelerate. {hint}"
-    caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    is_import = caller.f_code.co_code[caller.f_lasti] == opcode.opmap["IMPORT_FROM"]
-    if is_import and not name.startswith("__"):
-        raise ImportError(text, name=place)
-    raise AttributeError(text)  # without the module, of whose names Python would suggest another one
+    near = suggest(name, [one for one in known if not one.startswith("_")])
+    hints = (
+        *(hint for hint, names in _INSTEAD.items() if name in names.split()),
+        *(hint for prefix, hint in _MODULES.items() if prefix in (module, f"{module}.{name}")),
+        _ELSEWHERE if near is None else f"Did you mean {near}?",
+    )
+    what = f"no {module}.{name}: accelfn stands in for Accelerate here, and has nothing under this name"
+    return f"{what}. {hints[0]}"
