@@ -6,14 +6,14 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence, Sized
 from itertools import chain, cycle, islice
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 import accelfn.comm as comm
 import accelfn.data as data
-from accelfn.accelerator import AcceleratedDataLoader
+from accelfn.accelerator import AcceleratedDataLoader, Accelerator
 from accelfn.compat.current import current
 from accelfn.context import Context
 from accelfn.context.config import DataLoaderConfiguration
@@ -22,9 +22,6 @@ from accelfn.data.passes import Passes
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.rebuild import batch_sampler_of, remake, sampler_of, twin_of
 from accelfn.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from accelfn.compat.accelerator import Accelerator
 
 T = TypeVar("T")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-# A line without indent is where names come from: a module of accelfn, with a dot, or another one. Below it are
-# modules of Accelerate, without their first part, and their names; `name=there` if it is called otherwise there.
+# A line without indent is the module where names come from; one of accelfn begins with a dot. Below it are
+# modules of Accelerate, without their first part, and their names; `name=there` if it has another one there.
 _TABLE = """
 .accelerator
     accelerator optimizer: AcceleratedOptimizer
@@ -178,7 +178,7 @@ def modules() -> frozenset[str]:
     return frozenset((*map(_whole, _EMPTY), *(module for _, some, _ in _rows() for module in some)))
 
 
-def _rows() -> Iterator[tuple[str, list[str], list[str]]]:
+def _rows() -> Iterator[tuple[str, Sequence[str], Sequence[str]]]:
     """Yield the table's rows: a source, modules of Accelerate, names."""
     source = ""
     for line in _TABLE.replace("\n        ", " ").split("\n"):  # a row goes on where the indent is deeper

@@ -16,6 +16,7 @@ from torch import nn
 
 from accelfn.compat import available, engines, helpers, operations
 from accelfn.compat.__main__ import Command, parse
+from accelfn.compat.names import names_of
 from accelfn.errors import ConfigurationError
 
 VERSIONS = ["1.0", "1.0.0", "1.0.dev0", "1.0rc1", "1.0.post1", "2.10.1+cpu", "2.9", "10.0"]
@@ -42,7 +43,8 @@ def test_versions_of_packages() -> None:
 def test_packages_are_available_as_for_the_peer(peer: Any) -> None:
     # They take a version, or ask for other packages or a variable.
     others = {"is_torch_version", "is_fp8_available", "is_megatron_lm_available", "is_rich_available"}
-    names = {name for name in vars(available) if name.startswith("is_") and hasattr(peer.utils, name)}
+    known = names_of("accelerate.utils.imports")
+    names = {name for name in known if name.startswith("is_") and hasattr(peer.utils, name)}
     for name in names - others:
         assert getattr(available, name)() == bool(getattr(peer.utils, name)()), name
 
