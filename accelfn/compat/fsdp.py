@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 import accelfn.checkpoint as checkpoint
 from accelfn.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from accelfn.context import Context
 
 Directory = str | os.PathLike[str]
 
@@ -23,26 +21,26 @@ def save_fsdp_model(
 
     Ranks: every rank.
     """
-    del fsdp_plugin
-    _save(accelerator.context, _place(output_dir, FSDP_MODEL_NAME, model_index), {"model": model})
+    place = Path(output_dir) / f"{FSDP_MODEL_NAME}_{model_index}"
+    checkpoint.save_state(accelerator.context, place, {"model": model})
 
 
 def load_fsdp_model(
     fsdp_plugin: Any, accelerator: Any, model: nn.Module, input_dir: Directory, model_index: int = 0
 ) -> None:
-    """Load what :func:`save_fsdp_model` has saved, on any number of ranks.
+    """Load what :func:`save_fsdp_model` has saved, on any number of ranks; no random states.
 
     Ranks: every rank.
     """
-    del fsdp_plugin
-    _load(accelerator.context, _place(input_dir, FSDP_MODEL_NAME, model_index), {"model": model})
+    place = Path(input_dir) / f"{FSDP_MODEL_NAME}_{model_index}"
+    checkpoint.load_state(accelerator.context, place, {"model": model}, random_state=False)
 
 
 def save_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,
-    optimizer: Optimizer,
-    model: nn.Module,
+    optimizer: Any,
+    model: Any,
     output_dir: Directory,
     optimizer_index: int = 0,
 ) -> None:
@@ -50,34 +48,21 @@ def save_fsdp_optimizer(
 
     Ranks: every rank.
     """
-    del fsdp_plugin, model
-    _save(accelerator.context, _place(output_dir, OPTIMIZER_NAME, optimizer_index), {"optimizer": optimizer})
+    place = Path(output_dir) / f"{OPTIMIZER_NAME}_{optimizer_index}"
+    checkpoint.save_state(accelerator.context, place, {"optimizer": optimizer})
 
 
 def load_fsdp_optimizer(
     fsdp_plugin: Any,
     accelerator: Any,
-    optimizer: Optimizer,
-    model: nn.Module,
+    optimizer: Any,
+    model: Any,
     input_dir: Directory,
     optimizer_index: int = 0,
 ) -> None:
-    """Load what :func:`save_fsdp_optimizer` has saved, on any number of ranks.
+    """Load what :func:`save_fsdp_optimizer` has saved, on any number of ranks; no random states.
 
     Ranks: every rank.
     """
-    del fsdp_plugin, model
-    _load(accelerator.context, _place(input_dir, OPTIMIZER_NAME, optimizer_index), {"optimizer": optimizer})
-
-
-def _place(directory: Directory, name: str, index: int) -> Path:
-    return Path(directory) / f"{name.removesuffix('.bin')}_{index}"
-
-
-def _save(ctx: Context, place: Path, tree: dict[str, Any]) -> None:
-    checkpoint.save_state(ctx, place, tree)
-
-
-def _load(ctx: Context, place: Path, tree: dict[str, Any]) -> None:
-    # The program restores its random states itself.
-    checkpoint.load_state(ctx, place, tree, random_state=False)
+    place = Path(input_dir) / f"{OPTIMIZER_NAME}_{optimizer_index}"
+    checkpoint.load_state(accelerator.context, place, {"optimizer": optimizer}, random_state=False)

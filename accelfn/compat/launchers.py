@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 import accelfn.launch.functions as functions
 from accelfn.compat.alias import child_variables
 from accelfn.compat.helpers import patch_environment
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def notebook_launcher(
-    function: Callable[..., T],
-    args: Sequence[Any] = (),
-    num_processes: int | None = None,
-    mixed_precision: str = "no",
-    use_port: str | int = "0",
-    **options: Any,
-) -> list[T]:
-    """Run ``function(*args)`` on several fresh processes; see :func:`accelfn.notebook_launcher`."""
-    with patch_environment(**child_variables(os.environ)):
-        return functions.notebook_launcher(
-            function, args, num_processes, mixed_precision, use_port, **options
-        )
+def _with_alias(launcher: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(launcher)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> T:
+        with patch_environment(**child_variables(os.environ)):
+            return launcher(*args, **kwargs)
+
+    return launch
 
 
-def debug_launcher(function: Callable[..., T], args: Sequence[Any] = (), num_processes: int = 2) -> list[T]:
-    """Run ``function(*args)`` on fresh CPU processes; see :func:`accelfn.debug_launcher`."""
-    with patch_environment(**child_variables(os.environ)):
-        return functions.debug_launcher(function, args, num_processes)
+notebook_launcher = _with_alias(functions.notebook_launcher)
+debug_launcher = _with_alias(functions.debug_launcher)

@@ -11,18 +11,12 @@ import accelfn.tracking as tracking
 from accelfn.compat.current import current
 from accelfn.errors import ConfigurationError
 from accelfn.tracking import BuiltInTracker, GeneralTracker
+from accelfn.tracking.adapters import ADAPTERS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 LOGGER_TYPE_TO_CLASS: Mapping[str, type[BuiltInTracker]] = MappingProxyType(
-    {
-        cls.name: cls
-        for cls in (
-            *(tracking.AimTracker, tracking.CometMLTracker, tracking.MLflowTracker),
-            *(tracking.TensorBoardTracker, tracking.WandBTracker, tracking.ClearMLTracker),
-            *(tracking.DVCLiveTracker, tracking.SwanLabTracker, tracking.TrackioTracker),
-        )
-    }
+    {cls.name: cls for cls in ADAPTERS}
 )
 
 

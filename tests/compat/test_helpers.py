@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelfn.compat import available, engines, helpers, operations
-from accelfn.compat.__main__ import Command, parse
+from accelfn.compat.__main__ import build_parser, main
 from accelfn.compat.names import names_of
 from accelfn.errors import ConfigurationError
 
@@ -127,18 +127,31 @@ def test_a_deepspeed_configuration_can_be_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("line", "script", "rest", "is_module"),
     [
-        ("train.py -m x", Command("train.py", ("-m", "x"), False)),
-        ("-m train -m y", Command("train", ("-m", "y"), True)),
-        ("--help", ""),
-        ("", "no script given"),
-        ("-m", "no script given"),
-        ("--lr 1 train.py", "unknown option --lr"),
+        ("train.py -m x", "train.py", "-m x", False),
+        ("train.py --help", "train.py", "--help", False),
+        ("-m train -m y", "train", "-m y", True),
     ],
 )
-def test_the_command_line(line: str, expected: object) -> None:
-    assert parse(line.split()) == expected
+def test_the_command_line(line: str, script: str, rest: str, is_module: bool) -> None:
+    found = build_parser().parse_args(line.split())
+    assert (found.script, found.arguments, found.is_module) == (script, rest.split(), is_module)
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("", "required: script"),
+        ("-m", "required: script"),
+        ("--lr train.py", "--lr"),
+        ("no.py", "no script 'no.py' in '"),
+    ],
+)
+def test_a_wrong_command_line(line: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert error in capsys.readouterr().err
 
 
 def test_parameters_of_modules_by_name_or_as_they_are() -> None:
