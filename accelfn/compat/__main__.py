@@ -6,13 +6,10 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 from accelfn.compat.alias import child_variables, install
-
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -45,7 +42,6 @@ def main(argv: Sequence[str]) -> None:
     if not command.is_module and not path.is_file():
         parser.error(f"no script {command.script!r} in {os.getcwd()!r}.")
     install()
-    sys.excepthook = _begin_at_script(sys.excepthook)
     os.environ.update(child_variables(os.environ))
     sys.argv = ["-m" if command.is_module else command.script, *command.arguments]
     if command.is_module:
@@ -56,20 +52,6 @@ def main(argv: Sequence[str]) -> None:
         # In place of this directory, which `python -m` has put there.
         sys.path[0] = str(path.resolve().parent)
     _run_file(path)
-
-
-def _begin_at_script(hook: _Hook) -> _Hook:
-    """Return a hook for uncaught exceptions whose tracebacks begin at the program, as without this module."""
-
-    def print_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        begin = rest = trace
-        while rest is not None:
-            is_here = rest.tb_frame.f_code.co_filename == main.__code__.co_filename
-            begin = rest.tb_next if is_here else begin
-            rest = rest.tb_next
-        hook(kind, error.with_traceback(begin), begin)
-
-    return print_exception
 
 
 def _run_file(path: Path) -> None:

@@ -12,12 +12,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 import accelfn.accelerator as shim
 import accelfn.comm as comm
 import accelfn.training as training
-from accelfn.accelerator.properties import Hooks
 from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.compat.current import current
@@ -110,21 +108,32 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
             fsdp_plugin = FullyShardedDataParallelPlugin.launched("fsdp_plugin")
         if parallelism_config is None:
             parallelism_config = ParallelismConfig.launched("parallelism_config")
-        arguments = locals()
-        options: dict[str, Any] = {
-            name: freeze(arguments[name])
-            for name in ContextOptions.__annotations__
-            if name in arguments and arguments[name] is not None
-        }
         steps = gradient_accumulation_steps
-        if steps == 1:
-            options.pop("gradient_accumulation_steps")  # the variable's, or the plugin's
-        window = options.get("gradient_accumulation_plugin")
+        arguments: dict[str, Any] = {
+            "device_placement": device_placement,
+            "mixed_precision": mixed_precision,
+            # 1 is that of the variable, or of the plugin
+            "gradient_accumulation_steps": None if steps == 1 else steps,
+            "cpu": cpu or None,
+            "dataloader_config": dataloader_config,
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "rng_types": rng_types,
+            "project_dir": project_dir,
+            "project_config": project_config,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
+            "kwargs_handlers": kwargs_handlers,
+            "dynamo_backend": dynamo_backend,
+            "dynamo_plugin": dynamo_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        options: dict[str, Any] = {**freeze(arguments), "log_with": registered(log_with)}
+        window: Any = options["gradient_accumulation_plugin"]
         self._own_window: int | None = window and window.num_steps
         if isinstance(deepspeed_plugin, DeepSpeedPlugin):
             options["deepspeed_plugin"] = deepspeed_plugin.frozen_for(self._own_window)
-        options["cpu"] = cpu or None
-        options["log_with"] = registered(log_with)
         context = current().begin(cast("ContextOptions", options))
         if split_batches is not None and split_batches != context.loading.split_batches:
             warnings.warn(
@@ -187,38 +196,18 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         """One if this rank has set its trigger; None if not."""
         return torch.tensor(1, device=self.device) if self._trigger.is_set else None
 
-    @property
-    def _save_model_state_pre_hook(self) -> Hooks:
-        return self._save_hooks
-
-    @property
-    def _load_model_state_pre_hook(self) -> Hooks:
-        return self._load_hooks
-
     def __getattr__(self, name: str) -> Any:
         near = suggest(name, [one for one in dir(self) if not one.startswith("_")])
         hint = _INSTEAD.get(name) or ("" if near is None else f" Did you mean {near}?")
         raise AttributeError(f"Accelerator has no attribute {name!r} under accelfn.{hint}")
 
-    @property
-    def _models(self) -> list[nn.Module]:
-        return [*self.models]
-
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        return [*self.optimizers]
-
-    @property
-    def _schedulers(self) -> list[LRScheduler]:
-        return [*self.schedulers]
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return [*self.loaders]
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return [*self._registered.values()]
+    _models: Any = property(lambda self: [*self.models])
+    _optimizers: Any = property(lambda self: [*self.optimizers])
+    _schedulers: Any = property(lambda self: [*self.schedulers])
+    _dataloaders: Any = property(lambda self: [*self.loaders])
+    _custom_objects: Any = property(lambda self: [*self._registered.values()])
+    _save_model_state_pre_hook: Any = property(lambda self: self._save_hooks)
+    _load_model_state_pre_hook: Any = property(lambda self: self._load_hooks)
 
     # --- prepare ---------------------------------------------------------------------------------
 

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
+from operator import eq, ge, gt, le, lt, ne
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType(
-    {
-        "<": operator.lt,
-        "<=": operator.le,
-        "==": operator.eq,
-        "!=": operator.ne,
-        ">=": operator.ge,
-        ">": operator.gt,
-    }
+    {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
 )
-
-
 _Probe = Callable[..., bool]
-
-
-def _parse(version: str) -> tuple[tuple[int, ...], bool]:
-    """Return the numbers of a version, and whether it is a final release; for comparing."""
-    text = version.partition("+")[0]
-    match = re.match(r"\d+(\.\d+)*", text)
-    numbers = [int(part) for part in match[0].split(".")] if match else [0]
-    while len(numbers) > 1 and numbers[-1] == 0:
-        numbers.pop()
-    rest = text[match.end() :] if match else text
-    return tuple(numbers), not rest or rest.startswith(".post")
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
@@ -58,7 +39,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     version = str(library_or_version)
     if not version[:1].isdigit():
         version = importlib.metadata.version(version)
-    return STR_OPERATION_TO_FUNC[operation](_parse(version), _parse(requirement_version))
+    return STR_OPERATION_TO_FUNC[operation](TorchVersion(version), requirement_version)
 
 
 def is_torch_version(operation: str, version: str) -> bool:

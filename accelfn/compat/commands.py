@@ -24,12 +24,8 @@ from accelfn.launch.plan.machine import read_machine
 default_config_file: str = str(default_path(os.environ, sys.platform, str(Path.home())))
 
 
-class LaunchValues:
-    """The values of a configuration of launches."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        """Show values by name, as attributes."""
-        vars(self).update(values)
+class LaunchValues(argparse.Namespace):
+    """The values of a configuration of launches, by name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by name."""
@@ -43,7 +39,7 @@ def load_config_from_file(config_file: str | None) -> LaunchValues:
         ConfigurationError: The file doesn't exist, or its content is invalid.
     """
     file = load_config(config_file, os.environ)
-    return LaunchValues({} if file is None else dict(file.values))
+    return LaunchValues(**({} if file is None else file.values))
 
 
 def write_basic_config(

@@ -66,7 +66,9 @@ def patch_environment(**kwargs: Any) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        _restore(before)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 @contextmanager
@@ -79,14 +81,6 @@ def clear_environment() -> Generator[None, None, None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:

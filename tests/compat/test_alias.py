@@ -132,20 +132,6 @@ subprocess.run([sys.executable, "-I", "-S", "-c", program], env=child, check=Tru
     assert said == ["the environment's own", "the environment's own", "True False"]
 
 
-def test_a_traceback_begins_at_the_program(tmp_path: pathlib.Path) -> None:
-    (tmp_path / "broken.py").write_text("def fail():\n    1 / 0\nfail()\n")
-    command = [sys.executable, "-m", "accelfn.compat", "broken.py"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=environment(), check=False
-    )
-    assert done.returncode == 1
-    lines = done.stderr.splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[1].endswith('broken.py", line 3, in <module>')
-    assert "accelfn" not in done.stderr
-    assert lines[-1] == "ZeroDivisionError: division by zero"
-
-
 @pytest.mark.slow
 def test_libraries_import_where_accelerate_is_not_installed(tmp_path: pathlib.Path) -> None:
     for package in ("transformers", "peft"):
