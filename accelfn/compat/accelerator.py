@@ -21,7 +21,7 @@ from accelfn.accelerator.registry import WeakRegistry
 from accelfn.compat.current import current
 from accelfn.compat.handlers import Handlers, copied
 from accelfn.compat.helpers import parse_flag_from_env
-from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
+from accelfn.compat.loaders import DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
 from accelfn.compat.records import (
     DataLoaderConfiguration,
@@ -33,6 +33,7 @@ from accelfn.compat.records import (
 )
 from accelfn.compat.saving import LocalSaving
 from accelfn.compat.scaler import ScalerView
+from accelfn.compat.shards import BatchSamplerShard
 from accelfn.compat.states import AcceleratorState, GradientState
 from accelfn.compat.trackers import registered
 from accelfn.context import ContextOptions

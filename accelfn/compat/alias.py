@@ -15,8 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from accelfn.compat import names
-from accelfn.compat.missing import explain
-from accelfn.compat.names import modules, names_of
+from accelfn.compat.names import explain, modules, names_of
 from accelfn.errors import ConfigurationError
 
 # The release of Accelerate whose interface the modules have.

@@ -1,16 +1,20 @@
-"""The parts of Accelerate's command line that programs import."""
+"""Launchers, and the parts of Accelerate's command line that programs import."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import accelfn.launch.functions as functions
+from accelfn.compat.alias import child_variables
+from accelfn.compat.helpers import patch_environment
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser, add_launch_flags, parse_flags
 from accelfn.launch.config.files import default_path, find_config_file, format_config
@@ -21,6 +25,8 @@ from accelfn.launch.launch import load_config
 from accelfn.launch.output import write_text
 from accelfn.launch.plan.machine import read_machine
 
+P = ParamSpec("P")
+T = TypeVar("T")
 default_config_file: str = str(default_path(os.environ, sys.platform, str(Path.home())))
 
 
@@ -145,3 +151,16 @@ def _flags(values: Mapping[str, Any]) -> Iterator[str]:
         if value is not None:
             text = option.kind.write(value)
             yield from (f"--{name}={one}" for one in (text.split("\n") if option.kind.repeats else [text]))
+
+
+def _with_alias(launcher: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(launcher)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> T:
+        with patch_environment(**child_variables(os.environ)):
+            return launcher(*args, **kwargs)
+
+    return launch
+
+
+notebook_launcher = _with_alias(functions.notebook_launcher)
+debug_launcher = _with_alias(functions.debug_launcher)

@@ -23,28 +23,17 @@ _MESH = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "group")
 
 
 class CurrentAccelerator(Protocol):
-    """What the state classes ask of an Accelerator."""
+    """What the state classes ask of an Accelerator: the shim's names, and what the program passed."""
 
     sync_gradients: bool
 
     @property
-    def context(self) -> Context:
-        """The frozen Context."""
-        ...
-
+    def context(self) -> Context: ...
     @property
-    def given(self) -> Mapping[str, Any]:
-        """What the program passed, by the name of the argument."""
-        ...
-
+    def given(self) -> Mapping[str, Any]: ...
     @property
-    def torch_device_mesh(self) -> Any:
-        """Torch's mesh; None without one."""
-        ...
-
-    def select_deepspeed_plugin(self, name: str) -> None:
-        """Make a plugin the active one."""
-        ...
+    def torch_device_mesh(self) -> Any: ...
+    def select_deepspeed_plugin(self, name: str) -> None: ...
 
 
 class Loop(Protocol):

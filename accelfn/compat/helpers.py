@@ -8,17 +8,20 @@ import re
 import socket
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+import accelfn.bigmodel as bigmodel
 from accelfn.compat.current import current
+from accelfn.compat.records import freeze
 from accelfn.compat.saving import save_alone
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 
+M = TypeVar("M", bound=nn.Module)
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 
@@ -210,3 +213,8 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     """Return the modules of a model, children before parents, with their names if asked."""
     found: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())[::-1]
     return found if return_fqns else [module for _, module in found]
+
+
+def load_and_quantize_model(model: M, bnb_quantization_config: Any, *args: Any, **kwargs: Any) -> M:
+    """Quantise the linear layers of a model; see :func:`accelfn.load_and_quantize_model`."""
+    return bigmodel.load_and_quantize_model(model, freeze(bnb_quantization_config), *args, **kwargs)

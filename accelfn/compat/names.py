@@ -1,8 +1,11 @@
-"""The names of Accelerate, and where each comes from: its modules are made from this table."""
+"""The names of Accelerate: where each comes from, and what is said of one that isn't here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from accelfn.launch.config.options import suggest
 
 # A line without indent is the module where names come from; one of accelfn begins with a dot. Below it are
 # modules of Accelerate, without their first part, and their names; `name=there` if it has another one there.
@@ -57,6 +60,7 @@ _TABLE = """
         is_xccl_available is_xpu_available
     utils.imports utils.versions utils.constants: STR_OPERATION_TO_FUNC compare_versions is_torch_version
 .compat.commands
+    accelerate launchers: debug_launcher notebook_launcher
     commands.config commands.config.config_args commands.config.default commands.launch: default_config_file
         load_config_from_file
     commands.config.default utils.other: write_basic_config
@@ -74,11 +78,11 @@ _TABLE = """
         SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_PATTERN_NAME TORCH_DISTRIBUTED_OPERATION_TYPES TORCH_DYNAMO_MODES
         WEIGHTS_PATTERN_NAME XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
 .compat.engines
+    utils.fsdp_utils: load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer
     utils.deepspeed: DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper DeepSpeedSchedulerWrapper
         HfDeepSpeedConfig
-.compat.fsdp
-    utils.fsdp_utils: load_fsdp_model load_fsdp_optimizer save_fsdp_model save_fsdp_optimizer
 .compat.helpers
+    utils.bnb: load_and_quantize_model
     commands.estimate utils.other: convert_bytes
     commands.launch utils.environment: patch_environment
     utils.dataclasses: get_module_class_from_name
@@ -88,13 +92,9 @@ _TABLE = """
     utils.modeling: is_peft_model
     utils.other: clean_state_dict_for_safetensors get_free_port get_module_children_bottom_up get_pretty_name
         is_compiled_module is_port_in_use load merge_dicts model_has_dtensor recursive_getattr save
-.compat.launchers
-    accelerate launchers: debug_launcher notebook_launcher
 .compat.loaders
-    data_loader: BatchSamplerShard DataLoaderAdapter=DataLoaderShard DataLoaderDispatcher DataLoaderShard
-        DataLoaderStateMixin=DataLoaderShard SeedableRandomSampler get_sampler prepare_data_loader
-.compat.logs
-    logging: get_logger
+    data_loader: DataLoaderAdapter=DataLoaderShard DataLoaderDispatcher DataLoaderShard
+        DataLoaderStateMixin=DataLoaderShard prepare_data_loader
 .compat.operations
     accelerate utils.random: synchronize_rng_states
     utils.operations: CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException
@@ -103,8 +103,6 @@ _TABLE = """
         pad_across_processes recursively_apply reduce slice_tensors
     utils.other: extract_model_from_parallel wait_for_everyone
     utils.random: set_seed synchronize_rng_state
-.compat.quantization
-    utils.bnb: load_and_quantize_model
 .compat.records
     accelerate accelerator parallelism_config utils: ParallelismConfig
     accelerate accelerator utils.dataclasses: AutocastKwargs DataLoaderConfiguration DeepSpeedPlugin
@@ -117,9 +115,10 @@ _TABLE = """
 .compat.states
     accelerate accelerator state: PartialState
     accelerator state: AcceleratorState GradientState do_nothing is_initialized
-.compat.streams
-    data_loader: IterableDatasetShard
+.compat.shards
+    data_loader: BatchSamplerShard IterableDatasetShard SeedableRandomSampler get_sampler
 .compat.trackers
+    logging: get_logger
     tracking: LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers on_main_process
         register_tracker_class
 .context.config
@@ -156,6 +155,62 @@ torch.utils.data
 _EMPTY = ("commands", "commands.utils")
 # Has the names of all the modules inside it too.
 _ALL = "accelerate.utils"
+_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "Pass fsdp_plugin to Accelerator, and save by save_state, save_model or get_state_dict.": """
+            save_fsdp_model load_fsdp_model save_fsdp_optimizer load_fsdp_optimizer fsdp2_prepare_model
+            fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters fsdp2_apply_ac
+            fsdp2_canonicalize_names get_fsdp2_grad_scaler ensure_weights_retied
+        """,
+        "Pass deepspeed_plugin to Accelerator.": """
+            map_pytorch_optim_to_deepspeed get_active_deepspeed_plugin deepspeed_required
+        """,
+        "Pass megatron_lm_plugin to Accelerator.": """
+            MegatronEngine MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
+            add_model_config_to_megatron_parser
+        """,
+        "accelfn launch builds the commands and variables of a launch: see --dry_run.": """
+            PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
+            prepare_simple_launcher_cmd_env prepare_tpu
+        """,
+        "Start a script by launch_command(launch_command_parser().parse_args([...])).": """
+            deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher tpu_launcher
+            tpu_pod_launcher
+        """,
+        "Write the file by write_basic_config or `accelfn config`; load_config_from_file reads it.": """
+            BaseConfig ClusterConfig SageMakerConfig config_command_parser default_command_parser
+            default_config_command default_json_config_file default_yaml_config_file get_config_parser
+            update_command_parser
+        """,
+        "Use the command `accelfn estimate-memory`.": """
+            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command
+            estimate_command_parser estimate_training_usage gather_data verify_on_hub
+        """,
+        "Use argparse.ArgumentParser.": """
+            CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter
+        """,
+        "Use threading.local().": "ThreadLocalSharedDict",
+        "Use accelfn.checkpoint.": """
+            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
+        """,
+        "Use torch.compile, or dynamo_plugin of Accelerator.": """
+            compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions
+        """,
+        "Pass an FP8 recipe in kwargs_handlers of Accelerator.": """
+            apply_fp8_autowrap contextual_fp8_autocast convert_model convert_model_to_fp8_ao
+            filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers
+        """,
+    }
+)
+_MODULES = MappingProxyType(
+    {
+        "accelerate.test_utils": "To run Accelerate's own test files over accelfn, pip install accelerate.",
+        "accelerate.commands": "Use the commands of accelfn, which `accelfn --help` lists.",
+    }
+)
+_ELSEWHERE = (
+    "See 'Programs written for Accelerate' in its documentation, or run the program without accelfn.compat."
+)
 
 
 def names_of(module: str) -> dict[str, tuple[str, str]]:
@@ -191,3 +246,21 @@ def _rows() -> Iterator[tuple[str, Sequence[str], Sequence[str]]]:
 
 def _whole(module: str) -> str:
     return module if module == "accelerate" else f"accelerate.{module}"
+
+
+def explain(module: str, name: str, known: Iterable[str]) -> str:
+    """Return what to say of a name, or a module, that a module of Accelerate doesn't have here. Pure.
+
+    Args:
+        module: The module of Accelerate.
+        name: The name.
+        known: Names that the module has.
+    """
+    near = suggest(name, [one for one in known if not one.startswith("_")])
+    hints = (
+        *(hint for hint, names in _INSTEAD.items() if name in names.split()),
+        *(hint for prefix, hint in _MODULES.items() if prefix in (module, f"{module}.{name}")),
+        _ELSEWHERE if near is None else f"Did you mean {near}?",
+    )
+    what = f"no {module}.{name}: accelfn stands in for Accelerate here, and has nothing under this name"
+    return f"{what}. {hints[0]}"

@@ -43,6 +43,17 @@ def _given(name: str) -> Any:
     return property(read)
 
 
+def _of_accelerator(path: str, without: Any) -> Any:
+    """Return a property that is read from the current Accelerator; ``without`` if there is none."""
+    read = attrgetter(path)
+    return property(lambda state: without if state._accelerator is None else read(state._accelerator))
+
+
+def _of_loader(name: str, without: Any) -> Any:
+    """Return a property that is read from the innermost loader in a loop; ``without`` outside of loops."""
+    return property(lambda state: getattr(state.active_dataloader, name, without))
+
+
 class PartialState:
     """The processes, as the current context knows them. Every instance is the same view.
 
@@ -263,6 +274,10 @@ class GradientState:
         accelerator: Whose state; the current one by default.
 
     Attributes:
+        sync_gradients: Whether the current batch closes its window.
+        num_steps: Batches in a full window.
+        end_of_dataloader: Whether the current batch is the last one of its loader.
+        remainder: Rows in the last step of the loader; -1 if that is unknown.
         adjust_scheduler: False: a scheduler steps where its optimizer does.
         is_xla_gradients_synced: False: gradients on XLA's devices are averaged by its engine.
     """
@@ -275,6 +290,10 @@ class GradientState:
     __dict__ = property(lambda state: state._shared_state)  # pyright: ignore[reportAssignmentType]
     adjust_scheduler = False
     is_xla_gradients_synced = False
+    sync_gradients: Any = _of_accelerator("sync_gradients", True)
+    num_steps: Any = _of_accelerator("context.gradient_accumulation_steps", 1)
+    end_of_dataloader: Any = _of_loader("end_of_dataloader", False)
+    remainder: Any = _of_loader("remainder", -1)
     _of: CurrentAccelerator | None = None
 
     def __init__(
@@ -297,22 +316,10 @@ class GradientState:
         """Whether there is an Accelerator."""
         return self._accelerator is not None
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current batch closes its window."""
-        accelerator = self._accelerator
-        return True if accelerator is None else accelerator.sync_gradients
-
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         accelerator = self._accelerator
         if accelerator is not None:
             accelerator.sync_gradients = sync_gradients
-
-    @property
-    def num_steps(self) -> int:
-        """Batches in a full window."""
-        accelerator = self._accelerator
-        return 1 if accelerator is None else accelerator.context.gradient_accumulation_steps
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
@@ -339,18 +346,6 @@ class GradientState:
     def in_dataloader(self) -> bool:
         """Whether a loop over a prepared loader is running."""
         return bool(current().loops)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last one of its loader."""
-        active = self.active_dataloader
-        return active is not None and active.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Rows in the last step of the loader; -1 if that is unknown."""
-        active = self.active_dataloader
-        return -1 if active is None else active.remainder
 
     def __repr__(self) -> str:
         return (

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 import accelfn as af
 from accelfn.compat import operations
 from accelfn.compat.accelerator import Accelerator
+from accelfn.compat.commands import debug_launcher
 from accelfn.compat.current import current
-from accelfn.compat.launchers import debug_launcher
 from accelfn.compat.records import (
     AutocastKwargs,
     DataLoaderConfiguration,

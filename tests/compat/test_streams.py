@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
-from accelfn.compat.streams import IterableDatasetShard
+from accelfn.compat.shards import IterableDatasetShard
 from accelfn.errors import ConfigurationError
 
 
