@@ -28,12 +28,23 @@ class CurrentAccelerator(Protocol):
     sync_gradients: bool
 
     @property
-    def context(self) -> Context: ...
+    def context(self) -> Context:
+        """The frozen Context."""
+        ...
+
     @property
-    def given(self) -> Mapping[str, Any]: ...
+    def given(self) -> Mapping[str, Any]:
+        """What the program passed, by the name of the argument."""
+        ...
+
     @property
-    def torch_device_mesh(self) -> Any: ...
-    def select_deepspeed_plugin(self, name: str) -> None: ...
+    def torch_device_mesh(self) -> Any:
+        """Torch's mesh; None without one."""
+        ...
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make a plugin the active one."""
+        ...
 
 
 class Loop(Protocol):

@@ -1,4 +1,4 @@
-"""Names of DeepSpeed and FSDP that libraries import: a configuration to ask, checkpoints of sharded models."""
+"""Names of DeepSpeed and FSDP that libraries import: a configuration to ask, sharded checkpoints."""
 
 from __future__ import annotations
 
