@@ -38,13 +38,6 @@ class Table(NamedTuple):
             return self.columns, self.rows
         return [str(column) for column in self.frame.columns], self.frame.values.tolist()
 
-    def arguments(self, **more: Any) -> dict[str, Any]:
-        """Return arguments for ``Table`` of wandb and trackio; columns without names are numbered."""
-        if self.frame is not None:
-            return {"dataframe": self.frame}
-        width = max(map(len, self.rows), default=0)
-        return {"columns": self.columns or [str(index) for index in range(width)], "data": self.rows, **more}
-
 
 class BuiltInTracker(GeneralTracker):
     """Base of the built-in trackers.
@@ -57,17 +50,15 @@ class BuiltInTracker(GeneralTracker):
 
     requires_logging_directory = False
     modules: ClassVar[tuple[str, ...]]
-    install: ClassVar[str]
+    install: ClassVar[str] = ""
     default_directory: ClassVar[str | None] = None
     #: Name of the attribute with the package's object.
     handle: ClassVar[str] = "run"
 
     def __init_subclass__(cls) -> None:
-        """Set ``modules`` and ``install`` to their defaults."""
+        """Set ``modules`` to its default."""
         if "modules" not in vars(cls) and "name" in vars(cls):
             cls.modules = (cls.name,)
-        if "install" not in vars(cls) and vars(cls).get("modules"):
-            cls.install = cls.modules[0]
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         """Store the name and the arguments; ``start`` starts the run."""
@@ -95,9 +86,14 @@ class BuiltInTracker(GeneralTracker):
         for name in self.modules:
             if _can_import(name):
                 return importlib.import_module(name)
-        raise MissingExtraError(
-            f"the tracker {self.name!r} needs {' or '.join(self.modules)}, which isn't installed. "
-            f"Run: pip install {self.install}"
+        raise self.missing()
+
+    @classmethod
+    def missing(cls) -> MissingExtraError:
+        """Return the error for a package that isn't installed."""
+        return MissingExtraError(
+            f"the tracker {cls.name!r} needs {' or '.join(cls.modules)}, which isn't installed. "
+            f"Run: pip install {cls.install or cls.modules[0]}"
         )
 
     def skip(self, name: str, value: object) -> None:
@@ -169,22 +165,30 @@ class _ProjectTracker(BuiltInTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log JSON values and objects of the package; ``kwargs`` are passed to ``run.log``."""
-        selected: dict[str, Any] = {}
-        for name, value in values.items():
-            if self._can_log(value):
-                selected[name] = value
-            else:
-                self.skip(name, value)
+        selected = {name: value for name, value in values.items() if self._can_log(name, value)}
         self.run.log(selected, step=step, **kwargs)
 
-    def _can_log(self, value: Any) -> bool:
-        if type(value).__module__.partition(".")[0] in self.modules:
-            return True
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            return False
+    def _can_log(self, name: str, value: Any) -> bool:
+        if type(value).__module__.partition(".")[0] not in self.modules:
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                self.skip(name, value)
+                return False
         return True
+
+    def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
+        self.run.log({name: [self._package.Image(as_array(image), **options) for image in images]}, step=step)
+
+    def _log_table(self, name: str, table: Table, step: int | None, options: Any, **more: Any) -> None:
+        """Log a ``Table`` of the package; columns without names are numbered."""
+        if table.frame is None:
+            width = max(map(len, table.rows), default=0)
+            columns = table.columns or [str(index) for index in range(width)]
+            cells = self._package.Table(columns=columns, data=table.rows, **more)
+        else:
+            cells = self._package.Table(dataframe=table.frame)
+        self.run.log({name: cells}, step=step, **options)
 
     def finish(self) -> None:
         """Finish the run."""
@@ -205,12 +209,8 @@ class WandBTracker(_ProjectTracker):
         """Log the configuration."""
         self.run.config.update(values, allow_val_change=True)
 
-    def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        self.run.log({name: [self._package.Image(image.numpy(), **options) for image in images]}, step=step)
-
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        cells = table.arguments(allow_mixed_types=True)
-        self.run.log({name: self._package.Table(**cells)}, step=step, **options)
+        self._log_table(name, table, step, options, allow_mixed_types=True)
 
 
 class TrackioTracker(_ProjectTracker):
@@ -228,7 +228,7 @@ class TrackioTracker(_ProjectTracker):
         self.run.log(numbered, step=step)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        self.run.log({name: self._package.Table(**table.arguments())}, step=step, **options)
+        self._log_table(name, table, step, options)
 
 
 class SwanLabTracker(_ProjectTracker):
@@ -253,13 +253,9 @@ class SwanLabTracker(_ProjectTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, and texts as ``swanlab.Text``; ``kwargs`` are passed to ``run.log``."""
         selected = self.select(values, int, float, str)
-        texts = {
-            name: self._package.Text(value) for name, value in selected.items() if isinstance(value, str)
-        }
-        self.run.log({**selected, **texts}, step=step, **kwargs)
-
-    def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        self.run.log({name: [self._package.Image(as_array(image), **options) for image in images]}, step=step)
+        text = self._package.Text
+        wrapped = {name: text(value) if isinstance(value, str) else value for name, value in selected.items()}
+        self.run.log(wrapped, step=step, **kwargs)
 
 
 class TensorBoardTracker(BuiltInTracker):
@@ -629,23 +625,14 @@ class MLflowTracker(BuiltInTracker):
     def start(self) -> None:
         """Find or create the experiment, and start the run."""
         self._package = self.load()
-        experiment = None
-        if self.experiment_name is not None:
-            existing = self._package.get_experiment_by_name(self.experiment_name)
-            experiment = (
-                existing.experiment_id
-                if existing is not None
-                else self._package.create_experiment(
-                    self.experiment_name, artifact_location=self.logging_dir, tags=self.tags
-                )
-            )
+        name, experiment = self.experiment_name, None
+        if name is not None:
+            existing = self._package.get_experiment_by_name(name)
+            made = {"artifact_location": self.logging_dir, "tags": self.tags}
+            experiment = existing.experiment_id if existing else self._package.create_experiment(name, **made)
+        options = {"nested": self.nested_run, "tags": self.tags, "description": self.description}
         self.active_run: Any = self._package.start_run(
-            run_id=self.run_id,
-            experiment_id=experiment,
-            run_name=self.run_name,
-            nested=self.nested_run,
-            tags=self.tags,
-            description=self.description,
+            run_id=self.run_id, experiment_id=experiment, run_name=self.run_name, **options
         )
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
