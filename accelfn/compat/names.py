@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -155,57 +156,27 @@ torch.utils.data
 _EMPTY = ("commands", "commands.utils")
 # Has the names of all the modules inside it too.
 _ALL = "accelerate.utils"
+# What to use instead of a name that isn't here, whose whole name has this: the first that is found.
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "Pass fsdp_plugin to Accelerator, and save by save_state, save_model or get_state_dict.": """
-            save_fsdp_model load_fsdp_model save_fsdp_optimizer load_fsdp_optimizer fsdp2_prepare_model
-            fsdp2_load_full_state_dict fsdp2_switch_optimizer_parameters fsdp2_apply_ac
-            fsdp2_canonicalize_names get_fsdp2_grad_scaler ensure_weights_retied
-        """,
-        "Pass deepspeed_plugin to Accelerator.": """
-            map_pytorch_optim_to_deepspeed get_active_deepspeed_plugin deepspeed_required
-        """,
-        "Pass megatron_lm_plugin to Accelerator.": """
-            MegatronEngine MegatronLMOptimizerWrapper MegatronLMSchedulerWrapper
-            add_model_config_to_megatron_parser
-        """,
-        "accelfn launch builds the commands and variables of a launch: see --dry_run.": """
-            PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs
-            prepare_simple_launcher_cmd_env prepare_tpu
-        """,
-        "Start a script by launch_command(launch_command_parser().parse_args([...])).": """
-            deepspeed_launcher multi_gpu_launcher sagemaker_launcher simple_launcher tpu_launcher
-            tpu_pod_launcher
-        """,
-        "Write the file by write_basic_config or `accelfn config`; load_config_from_file reads it.": """
-            BaseConfig ClusterConfig SageMakerConfig config_command_parser default_command_parser
-            default_config_command default_json_config_file default_yaml_config_file get_config_parser
-            update_command_parser
-        """,
-        "Use the command `accelfn estimate-memory`.": """
-            add_timm_hub_prefix check_has_model create_ascii_table create_empty_model estimate_command
-            estimate_command_parser estimate_training_usage gather_data verify_on_hub
-        """,
-        "Use argparse.ArgumentParser.": """
-            CustomArgumentGroup CustomArgumentParser CustomHelpFormatter SubcommandHelpFormatter
-        """,
-        "Use threading.local().": "ThreadLocalSharedDict",
-        "Use accelfn.checkpoint.": """
-            load_accelerator_state load_custom_state save_accelerator_state save_custom_state
-        """,
-        "Use torch.compile, or dynamo_plugin of Accelerator.": """
-            compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions
-        """,
-        "Pass an FP8 recipe in kwargs_handlers of Accelerator.": """
-            apply_fp8_autowrap contextual_fp8_autocast convert_model convert_model_to_fp8_ao
-            filter_first_and_last_linear_layers has_ao_layers has_transformer_engine_layers
-        """,
-    }
-)
-_MODULES = MappingProxyType(
-    {
-        "accelerate.test_utils": "To run Accelerate's own test files over accelfn, pip install accelerate.",
-        "accelerate.commands": "Use the commands of accelfn, which `accelfn --help` lists.",
+        r"\.test_utils": "To run Accelerate's own test files over accelfn, pip install accelerate.",
+        r"commands\.estimate": "Use the command `accelfn estimate-memory`.",
+        r"commands\.utils|HelpFormatter|CustomArgument": "Use argparse.ArgumentParser.",
+        r"commands\.config|ClusterConfig|SageMakerConfig": "Write the file by write_basic_config or `accelfn "
+        "config`; load_config_from_file reads it.",
+        r"_launcher$": "Start a script by launch_command(launch_command_parser().parse_args([...])).",
+        r"commands\.launch|PrepareForLaunch|prepare_\w+(_env|_inputs|tpu)": "accelfn launch builds the "
+        "commands and variables of a launch: see --dry_run.",
+        r"\.commands": "Use the commands of accelfn, which `accelfn --help` lists.",
+        r"(?i)deepspeed": "Pass deepspeed_plugin to Accelerator.",
+        r"(?i)megatron": "Pass megatron_lm_plugin to Accelerator.",
+        r"compile": "Use torch.compile, or dynamo_plugin of Accelerator.",
+        r"fp8|ao_layers|transformer_engine|linear_layers|convert_model": "Pass an FP8 recipe in "
+        "kwargs_handlers of Accelerator.",
+        r"fsdp|ensure_weights_retied": "Pass fsdp_plugin to Accelerator, and save by save_state, save_model "
+        "or get_state_dict.",
+        r"(load|save)_(accelerator|custom)_state": "Use accelfn.checkpoint.",
+        r"ThreadLocalSharedDict": "Use threading.local().",
     }
 )
 _ELSEWHERE = (
@@ -257,10 +228,7 @@ def explain(module: str, name: str, known: Iterable[str]) -> str:
         known: Names that the module has.
     """
     near = suggest(name, [one for one in known if not one.startswith("_")])
-    hints = (
-        *(hint for hint, names in _INSTEAD.items() if name in names.split()),
-        *(hint for prefix, hint in _MODULES.items() if prefix in (module, f"{module}.{name}")),
-        _ELSEWHERE if near is None else f"Did you mean {near}?",
-    )
+    hints = (hint for pattern, hint in _INSTEAD.items() if re.search(pattern, f"{module}.{name}"))
+    hint = f"Did you mean {near}?" if near is not None else next(hints, _ELSEWHERE)
     what = f"no {module}.{name}: accelfn stands in for Accelerate here, and has nothing under this name"
-    return f"{what}. {hints[0]}"
+    return f"{what}. {hint}"

@@ -125,8 +125,7 @@ class JSONLTracker(BuiltInTracker):
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         _refuse(options)
-        columns, rows = table.spread()
-        self._write("table", step=step, name=name, columns=columns, rows=plain_config({"rows": rows})["rows"])
+        self._write("table", step=step, name=name, **plain_config(table._asdict()))
 
     def finish(self) -> None:
         """Write the last line, and flush the file to disk."""
