@@ -113,11 +113,7 @@ def is_torch_tensor(tensor: object) -> bool:
 
 def is_namedtuple(data: object) -> bool:
     """Return whether an object is a named tuple."""
-    return (
-        isinstance(data, tuple)
-        and hasattr(cast("Any", data), "_asdict")
-        and hasattr(cast("Any", data), "_fields")
-    )
+    return isinstance(data, tuple) and hasattr(cast("Any", data), "_fields")
 
 
 def is_tensor_information(tensor_info: object) -> bool:
@@ -166,7 +162,7 @@ def get_shape(data: Any) -> Any:
     """Return the shapes of the tensors of a tree, as lists."""
 
     def shape_of(tensor: torch.Tensor) -> list[int]:
-        return list(tensor.shape)
+        return [*tensor.shape]
 
     return recursively_apply(shape_of, data, error_on_other_type=True)
 
