@@ -6,7 +6,6 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from email.message import Message
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
@@ -52,16 +51,10 @@ class _Distribution(Distribution):
     """Answers ``importlib.metadata.version("accelerate")``."""
 
     def read_text(self, filename: str) -> str | None:
-        if filename != "METADATA":
-            return None
-        metadata = Message()
-        metadata["Metadata-Version"] = "2.1"
-        metadata["Name"] = _ALIAS
-        metadata["Version"] = VERSION
-        # sentence-transformers takes a package for Accelerate by its name and this.
-        metadata["Home-page"] = "https://github.com/huggingface/accelerate"
-        metadata["Summary"] = "accelfn under the name of Accelerate"
-        return str(metadata)
+        # sentence-transformers takes a package for Accelerate by its name and home page.
+        home = "https://github.com/huggingface/accelerate"
+        text = f"Metadata-Version: 2.1\nName: {_ALIAS}\nVersion: {VERSION}\nHome-page: {home}\n"
+        return text if filename == "METADATA" else None
 
     def locate_file(self, path: object) -> Path:
         return Path(__file__).parent / str(path)

@@ -115,11 +115,6 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     return is_package_available("torch_xla") and not check_is_gpu
 
 
-def is_torch_distributed_available() -> bool:
-    """Return whether torch was built with its distributed package."""
-    return torch.distributed.is_available()
-
-
 def is_xccl_available() -> bool:
     """Return whether torch has Intel's backend of collectives."""
     return _is_device_available("xpu") and bool(

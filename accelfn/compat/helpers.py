@@ -94,11 +94,6 @@ def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: 
     save_alone(ctx, obj, f, safe_serialization)
 
 
-def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what torch.save has written; no pickled code unless ``weights_only=False``."""
-    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
-
-
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict without the further names of a tensor, with contiguous tensors."""
     seen: set[tuple[object, ...]] = set()

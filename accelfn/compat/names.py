@@ -54,7 +54,7 @@ _TABLE = """
         is_musa_available is_neuron_available is_npu_available is_numpy_available is_pandas_available
         is_peft_available is_pippy_available is_pynvml_available is_pytest_available is_rocm_available
         is_sagemaker_available is_schedulefree_available is_sdaa_available is_swanlab_available
-        is_tensorboard_available is_torch_distributed_available is_torch_xla_available is_torchao_available
+        is_tensorboard_available is_torch_xla_available is_torchao_available
         is_torchdata_available is_torchdata_stateful_dataloader_available is_torchvision_available
         is_tqdm_available is_trackio_available is_transformer_engine_available
         is_transformer_engine_mxfp8_available is_triton_available is_wandb_available is_weights_only_available
@@ -92,7 +92,7 @@ _TABLE = """
     utils.fsdp_utils: get_parameters_from_modules
     utils.modeling: is_peft_model
     utils.other: clean_state_dict_for_safetensors get_free_port get_module_children_bottom_up get_pretty_name
-        is_compiled_module is_port_in_use load merge_dicts model_has_dtensor recursive_getattr save
+        is_compiled_module is_port_in_use merge_dicts model_has_dtensor recursive_getattr save
 .compat.loaders
     data_loader: DataLoaderAdapter=DataLoaderShard DataLoaderDispatcher DataLoaderShard
         DataLoaderStateMixin=DataLoaderShard prepare_data_loader
@@ -100,7 +100,7 @@ _TABLE = """
     accelerate utils.random: synchronize_rng_states
     utils.operations: CannotPadNestedTensorWarning ConvertOutputsToFp32 DistributedOperationException
         broadcast broadcast_object_list convert_outputs_to_fp32 copy_tensor_to_devices gather gather_object
-        get_shape honor_type ignorant_find_batch_size is_namedtuple is_tensor_information is_torch_tensor
+        get_shape honor_type ignorant_find_batch_size is_namedtuple is_tensor_information
         pad_across_processes recursively_apply reduce slice_tensors
     utils.other: extract_model_from_parallel wait_for_everyone
     utils.random: set_seed synchronize_rng_state
@@ -149,6 +149,11 @@ _TABLE = """
         get_data_structure=tree_structure initialize_tensors listify pad_input_tensors send_to_device
 builtins
     state: SharedDict=dict
+torch
+    utils.operations: is_torch_tensor=is_tensor
+    utils.other: load
+torch.distributed
+    utils.imports: is_torch_distributed_available=is_available
 torch.utils.data
     data_loader: DataLoader
 """

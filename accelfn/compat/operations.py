@@ -106,11 +106,6 @@ def extract_model_from_parallel(
 # --- trees on one rank ---------------------------------------------------------------------------
 
 
-def is_torch_tensor(tensor: object) -> bool:
-    """Return whether an object is a tensor."""
-    return isinstance(tensor, torch.Tensor)
-
-
 def is_namedtuple(data: object) -> bool:
     """Return whether an object is a named tuple."""
     return isinstance(data, tuple) and hasattr(cast("Any", data), "_fields")
@@ -130,7 +125,7 @@ def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Callable[[Any], bool] = is_torch_tensor,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -203,9 +198,4 @@ class ConvertOutputsToFp32:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose results are in float32."""
     converted = ConvertOutputsToFp32(model_forward)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return converted(*args, **kwargs)
-
-    forward.__wrapped__ = model_forward  # pyright: ignore[reportFunctionMemberAccess]
-    return forward
+    return functools.wraps(model_forward)(lambda *args, **kwargs: converted(*args, **kwargs))

@@ -211,18 +211,6 @@ def init_trackers(
     return trackers
 
 
-def _check_step(operation: str, step: object) -> int | None:
-    """Return a step as an int or None.
-
-    Raises:
-        TypeError: The step isn't an integer.
-    """
-    try:
-        return None if step is None else index(cast("Any", step))
-    except TypeError:
-        raise TypeError(f"{operation}: step must be an integer or None, got {step!r}.") from None
-
-
 def log(
     trackers: Trackers,
     values: Mapping[str, Any],
@@ -249,12 +237,11 @@ def log(
         TypeError: ``step`` isn't an integer, or ``values`` isn't a mapping.
         Exception: With ``on_error="raise"``, the exception of a tracker; ``RemoteRankError`` on other ranks.
     """
-    options = _options(trackers, "log", log_kwargs)
+    number, options = _begin(trackers, "log", step, log_kwargs)
     if not trackers.active:
         return
     if not isinstance(cast("object", values), Mapping):
         raise TypeError(f"log: values must be a mapping of names to values, got {type(values).__name__}.")
-    number = _check_step("log", step)
     numbers: dict[str, Any] = {}
 
     def read(name: str) -> None:
@@ -289,8 +276,7 @@ def log_images(
         ConfigurationError: As :func:`log`.
         Exception: As :func:`log`.
     """
-    options = _options(trackers, "log_images", log_kwargs)
-    number = _check_step("log_images", step)
+    number, options = _begin(trackers, "log_images", step, log_kwargs)
 
     def log_one(tracker: GeneralTracker) -> None:
         tracker.log_images(dict(values), step=number, **options.get(tracker.name, {}))
@@ -337,10 +323,9 @@ def log_table(
                 f"log_table: each row of {name!r} must have {len(columns)} cells, but row {number} has "
                 f"{len(row)}."
             )
-    options = _options(trackers, "log_table", log_kwargs)
+    number, options = _begin(trackers, "log_table", step, log_kwargs)
     if not trackers.active:
         return
-    number = _check_step("log_table", step)
     rows: list[list[Any]] | None = None if given is None else read_numbers({"rows": given})["rows"]
 
     def log_one(tracker: GeneralTracker) -> None:
@@ -408,15 +393,20 @@ def _make(
     return create(project_name, **options)
 
 
-def _options(
-    trackers: Trackers, operation: str, log_kwargs: Mapping[str, Mapping[str, Any]] | None
-) -> Mapping[str, Mapping[str, Any]]:
+def _begin(
+    trackers: Trackers, operation: str, step: object, log_kwargs: Mapping[str, Mapping[str, Any]] | None
+) -> tuple[int | None, Mapping[str, Mapping[str, Any]]]:
+    """Return the step as a number, and the arguments by tracker; refuse what can't be logged."""
     if trackers.is_finished:
         raise ConfigurationError(
             f"{operation}: the trackers are finished. Log before finish, or start new ones."
         )
     _check_names(f"{operation}: log_kwargs:", log_kwargs or (), trackers.names)
-    return log_kwargs or {}
+    try:
+        number = None if step is None else index(cast("Any", step))
+    except TypeError:
+        raise TypeError(f"{operation}: step must be an integer or None, got {step!r}.") from None
+    return number, log_kwargs or {}
 
 
 def _check_names(where: str, given: Iterable[str], names: Sequence[str]) -> None:
