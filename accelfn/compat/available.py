@@ -157,8 +157,5 @@ def check_cuda_p2p_ib_support() -> bool:
 def get_current_device_type() -> tuple[str, str]:
     """Return the kind of the current device, and the name of its distributed type."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return (
-        ("cpu", "MULTI_CPU")
-        if current is None
-        else (current.type, f"MULTI_{current.type.upper()}".replace("CUDA", "GPU"))
-    )
+    kind = "cpu" if current is None else current.type
+    return kind, f"MULTI_{kind.upper()}".replace("CUDA", "GPU")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import accelfn.launch.functions as functions
 from accelfn.compat.alias import child_variables
@@ -25,8 +25,6 @@ from accelfn.launch.launch import load_config
 from accelfn.launch.output import write_text
 from accelfn.launch.plan.machine import read_machine
 
-P = ParamSpec("P")
-T = TypeVar("T")
 default_config_file: str = str(default_path(os.environ, sys.platform, str(Path.home())))
 
 
@@ -153,14 +151,16 @@ def _flags(values: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"--{name}={one}" for one in (text.split("\n") if option.kind.repeats else [text]))
 
 
-def _with_alias(launcher: Callable[P, T]) -> Callable[P, T]:
+def _with_alias(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a launcher whose ranks import accelfn under Accelerate's name too."""
+
     @functools.wraps(launcher)
-    def launch(*args: P.args, **kwargs: P.kwargs) -> T:
+    def launch(*args: Any, **kwargs: Any) -> Any:
         with patch_environment(**child_variables(os.environ)):
             return launcher(*args, **kwargs)
 
     return launch
 
 
-notebook_launcher = _with_alias(functions.notebook_launcher)
-debug_launcher = _with_alias(functions.debug_launcher)
+notebook_launcher: Callable[..., Any] = _with_alias(functions.notebook_launcher)
+debug_launcher: Callable[..., Any] = _with_alias(functions.debug_launcher)

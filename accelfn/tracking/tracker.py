@@ -145,7 +145,9 @@ class BlankTracker:
         return self
 
     # Also for paths, such as the folder of JSONLTracker.
-    __enter__ = __getitem__ = __truediv__ = __call__
+    __enter__: Any = __call__
+    __getitem__: Any = __call__
+    __truediv__: Any = __call__
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Do nothing."""
