@@ -138,10 +138,8 @@ def prepare_loader(
     # Windows count the calls of `accumulate`, and loaders read one batch ahead, not one window.
     ctx = ctx.replace(gradient_accumulation_steps=1)
     loading, size = ctx.loading, ctx.axis_size("dp")
-    if isinstance(loader, data.PreparedDataLoader):
+    if isinstance(loader, data.PreparedDataLoader) or not isinstance(loader, DataLoader):
         return DataLoaderShard(accelerator, data.prepare_data_loader(ctx, cast("Any", loader)))
-    if not isinstance(loader, DataLoader):
-        return DataLoaderShard(accelerator, data.prepare_data_loader(ctx, loader))
     source = cast("DataLoader[Any]", loader)
     is_stream = isinstance(source.dataset, IterableDataset)
     dispatches = loading.dispatch_batches
@@ -183,13 +181,11 @@ def prepare_data_loader(
         ConfigurationError: A device, a mesh, or another number of ranks than the current context's.
     """
     ctx = current().start()
-    expected = {"num_processes": ctx.num_processes, "process_index": ctx.rank, "torch_device_mesh": None}
-    given = {
-        "num_processes": num_processes,
-        "process_index": process_index,
-        "torch_device_mesh": torch_device_mesh,
-    }
-    wrong = [name for name, value in given.items() if value is not None and value != expected[name]]
+    given = {"num_processes": num_processes, "process_index": process_index}
+    own = {"num_processes": ctx.num_processes, "process_index": ctx.rank}
+    wrong = [name for name, value in given.items() if value not in (None, own[name])]
+    if torch_device_mesh is not None:
+        wrong.append("torch_device_mesh")
     if device is not None and put_on_device and torch.device(device).type != ctx.device.type:
         wrong.append("device")
     if wrong:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.plan import plan_epoch
 from accelfn.data.rebuild import sampler_of
 from accelfn.errors import ConfigurationError
 
@@ -58,17 +58,8 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
         self.sampler: Any = getattr(batch_sampler, "sampler", None)
-        self._plan(0, self.batch_size or 1)  # raises if a batch can't be split
-
-    def _plan(self, number: int, rows: int) -> EpochPlan:
-        return plan_epoch(
-            number,
-            rows,
-            self.num_processes,
-            split_batches=self.split_batches,
-            even_batches=self.even_batches,
-            drop_last=self.drop_last and self.num_processes > 1,
-        )
+        # Raises if a batch can't be split.
+        plan_epoch(0, self.batch_size or 1, num_processes, split_batches=split_batches)
 
     def __len__(self) -> int:
         return self._counts()[self.process_index]
@@ -101,8 +92,8 @@ class BatchSamplerShard(BatchSampler):
                 batches = chain(following, batches)
                 # Only the last batch of all may be short.
                 joins = not following and len(last) < rows and all(len(batch) == rows for batch in full)
-            if not joins:  # batches of different sizes aren't taken apart
-                self._plan(1, 1)  # raises if they should be
+            if not joins:  # batches of different sizes aren't taken apart, which raises if they should be
+                plan_epoch(1, 1, size, split_batches=self.split_batches)
                 own = 1
             items = _joined(drawn) if joins else drawn
             if len(items) < own * size:
