@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -68,6 +69,15 @@ def test_the_lines_of_a_whole_run(tmp_path: Path) -> None:
         },
         {"kind": "finish"},
     ]
+
+
+def test_a_dataframe_is_logged_by_rows(tmp_path: Path) -> None:
+    rows = [(1, 0.5), (2, math.nan)]
+    frame = SimpleNamespace(columns=["a", 1], itertuples=lambda index: iter([] if index else rows))
+    tracker = started(tmp_path)
+    tracker.log_table("rows", dataframe=frame)
+    line = lines(tracker.folder)[-1]
+    assert (line["columns"], line["rows"]) == (["a", "1"], [[1, 0.5], [2, "NaN"]])
 
 
 @given(
