@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -72,10 +72,10 @@ def test_the_lines_of_a_whole_run(tmp_path: Path) -> None:
 
 
 def test_a_dataframe_is_logged_by_rows(tmp_path: Path) -> None:
-    rows = [(1, 0.5), (2, math.nan)]
-    frame = SimpleNamespace(columns=["a", 1], itertuples=lambda index: iter([] if index else rows))
+    frame = Mock(columns=["a", 1], itertuples=Mock(return_value=iter([(1, 0.5), (2, math.nan)])))
     tracker = started(tmp_path)
     tracker.log_table("rows", dataframe=frame)
+    frame.itertuples.assert_called_once_with(index=False)
     line = lines(tracker.folder)[-1]
     assert (line["columns"], line["rows"]) == (["a", "1"], [[1, 0.5], [2, "NaN"]])
 
