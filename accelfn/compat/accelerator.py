@@ -6,35 +6,25 @@ import os
 import warnings
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
-import accelfn.accelerator as shim
 import accelfn.comm as comm
 import accelfn.training as training
-from accelfn.accelerator.properties import Hooks
 from accelfn.accelerator.proxies import AccumulateBlock, is_loader_of
-from accelfn.accelerator.registry import WeakRegistry
+from accelfn.compat import records
 from accelfn.compat.current import current
 from accelfn.compat.handlers import Handlers, copied
 from accelfn.compat.helpers import parse_flag_from_env
-from accelfn.compat.loaders import BatchSamplerShard, DataLoaderShard, prepare_loader
+from accelfn.compat.loaders import DataLoaderShard, prepare_loader
 from accelfn.compat.operations import gather_object
-from accelfn.compat.records import (
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    FullyShardedDataParallelPlugin,
-    ParallelismConfig,
-    ProjectConfiguration,
-    freeze,
-)
+from accelfn.compat.records import freeze
 from accelfn.compat.saving import LocalSaving
 from accelfn.compat.scaler import ScalerView
+from accelfn.compat.shards import BatchSamplerShard
 from accelfn.compat.states import AcceleratorState, GradientState
 from accelfn.compat.trackers import registered
 from accelfn.context import ContextOptions
@@ -45,11 +35,9 @@ from accelfn.launch.config.options import suggest
 from accelfn.tree import flatten, slice_tensors
 
 _PLUGINS = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin")
-_INSTEAD = MappingProxyType(
-    {
-        "deepspeed_ulysses_dl_adapter": " Ranks share sequences with ParallelismConfig(sp_size=...), and "
-        "loaders yield their parts with DataLoaderConfiguration(sequence={...}).",
-    }
+_ULYSSES = (
+    " Ranks share sequences with ParallelismConfig(sp_size=...), and loaders yield their parts with "
+    "DataLoaderConfiguration(sequence={...})."
 )
 _ARITHMETIC = (
     "accelfn.compat: this program has Accelerate's arithmetic: for each step of an optimizer its scheduler "
@@ -101,30 +89,43 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
             raise ConfigurationError("Accelerator: pass deepspeed_plugin or deepspeed_plugins, not both.")
         deepspeed_plugin = deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin
         if torch_tp_plugin is not None:
-            parallelism_config = parallelism_config or ParallelismConfig(tp_size=torch_tp_plugin.tp_size)
-        if isinstance(project_config, ProjectConfiguration) and project_config.project_dir is None:
+            parallelism_config = parallelism_config or records.ParallelismConfig(
+                tp_size=torch_tp_plugin.tp_size
+            )
+        if isinstance(project_config, records.ProjectConfiguration) and project_config.project_dir is None:
             project_config.set_directories(project_dir)
         if deepspeed_plugin is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-            deepspeed_plugin = DeepSpeedPlugin()
+            deepspeed_plugin = records.DeepSpeedPlugin()
         if fsdp_plugin is None:
-            fsdp_plugin = FullyShardedDataParallelPlugin.launched("fsdp_plugin")
+            fsdp_plugin = records.FullyShardedDataParallelPlugin.launched("fsdp_plugin")
         if parallelism_config is None:
-            parallelism_config = ParallelismConfig.launched("parallelism_config")
-        arguments = locals()
-        options: dict[str, Any] = {
-            name: freeze(arguments[name])
-            for name in ContextOptions.__annotations__
-            if name in arguments and arguments[name] is not None
-        }
+            parallelism_config = records.ParallelismConfig.launched("parallelism_config")
         steps = gradient_accumulation_steps
-        if steps == 1:
-            options.pop("gradient_accumulation_steps")  # the variable's, or the plugin's
-        window = options.get("gradient_accumulation_plugin")
+        arguments: dict[str, Any] = {
+            "device_placement": device_placement,
+            "mixed_precision": mixed_precision,
+            # 1 is that of the variable, or of the plugin
+            "gradient_accumulation_steps": None if steps == 1 else steps,
+            "cpu": cpu or None,
+            "dataloader_config": dataloader_config,
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "rng_types": rng_types,
+            "project_dir": project_dir,
+            "project_config": project_config,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
+            "kwargs_handlers": kwargs_handlers,
+            "dynamo_backend": dynamo_backend,
+            "dynamo_plugin": dynamo_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        options: dict[str, Any] = {**freeze(arguments), "log_with": registered(log_with)}
+        window: Any = options["gradient_accumulation_plugin"]
         self._own_window: int | None = window and window.num_steps
-        if isinstance(deepspeed_plugin, DeepSpeedPlugin):
+        if isinstance(deepspeed_plugin, records.DeepSpeedPlugin):
             options["deepspeed_plugin"] = deepspeed_plugin.frozen_for(self._own_window)
-        options["cpu"] = cpu or None
-        options["log_with"] = registered(log_with)
         context = current().begin(cast("ContextOptions", options))
         if split_batches is not None and split_batches != context.loading.split_batches:
             warnings.warn(
@@ -133,10 +134,10 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
                 f"dataloader_config=DataLoaderConfiguration(split_batches={split_batches}).",
                 stacklevel=2,
             )
-        if not isinstance(project_config, ProjectConfiguration):
-            project_config = ProjectConfiguration.of(context.project)
-        if not isinstance(dataloader_config, DataLoaderConfiguration):
-            dataloader_config = DataLoaderConfiguration.of(context.loading)
+        if not isinstance(project_config, records.ProjectConfiguration):
+            project_config = records.ProjectConfiguration.of(context.project)
+        if not isinstance(dataloader_config, records.DataLoaderConfiguration):
+            dataloader_config = records.DataLoaderConfiguration.of(context.loading)
         late = {
             **{name: arguments[name] for name in _PLUGINS},
             "project_config": project_config,
@@ -187,68 +188,31 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         """One if this rank has set its trigger; None if not."""
         return torch.tensor(1, device=self.device) if self._trigger.is_set else None
 
-    @property
-    def _save_model_state_pre_hook(self) -> Hooks:
-        return self._save_hooks
-
-    @property
-    def _load_model_state_pre_hook(self) -> Hooks:
-        return self._load_hooks
-
     def __getattr__(self, name: str) -> Any:
         near = suggest(name, [one for one in dir(self) if not one.startswith("_")])
-        hint = _INSTEAD.get(name) or ("" if near is None else f" Did you mean {near}?")
+        hint = "" if near is None else f" Did you mean {near}?"
+        hint = _ULYSSES if name == "deepspeed_ulysses_dl_adapter" else hint
         raise AttributeError(f"Accelerator has no attribute {name!r} under accelfn.{hint}")
 
-    @property
-    def _models(self) -> list[nn.Module]:
-        return [*self.models]
-
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        return [*self.optimizers]
-
-    @property
-    def _schedulers(self) -> list[LRScheduler]:
-        return [*self.schedulers]
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return [*self.loaders]
-
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return [*self._registered.values()]
+    _models: Any = property(lambda self: [*self.models])
+    _optimizers: Any = property(lambda self: [*self.optimizers])
+    _schedulers: Any = property(lambda self: [*self.schedulers])
+    _dataloaders: Any = property(lambda self: [*self.loaders])
+    _custom_objects: Any = property(lambda self: [*self._registered.values()])
+    _save_model_state_pre_hook: Any = property(lambda self: self._save_hooks)
+    _load_model_state_pre_hook: Any = property(lambda self: self._load_hooks)
 
     # --- prepare ---------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None, **named: Any) -> Any:
         """Prepare models, optimizers, loaders and schedulers."""
         plugin = self.given["deepspeed_plugin"]
-        if isinstance(plugin, DeepSpeedPlugin):  # the program may have filled its configuration meanwhile
+        if isinstance(
+            plugin, records.DeepSpeedPlugin
+        ):  # the program may have filled its configuration meanwhile
             self.context = self.context.replace(deepspeed_plugin=plugin.frozen_for(self._own_window))
-        return super().prepare(*args, device_placement=device_placement, **named)
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """Place, cast and replicate a model; see :func:`accelfn.prepare_model`."""
-        return self._numbered(
-            "model", self.models, super().prepare_model(model, device_placement, evaluation_mode)
-        )
-
-    def prepare_optimizer(
-        self, optimizer: Optimizer, device_placement: bool | None = None
-    ) -> shim.AcceleratedOptimizer:
-        """Return an optimizer that steps only where a window closes."""
-        prepared = super().prepare_optimizer(optimizer, device_placement)
-        self._numbered("optimizer", self.optimizers, prepared.optimizer)
-        return prepared
-
-    def prepare_scheduler(self, scheduler: Any) -> shim.AcceleratedScheduler:
-        """Return a scheduler that steps only when its optimizer does."""
-        prepared = super().prepare_scheduler(scheduler)
-        self._numbered("scheduler", self.schedulers, prepared.scheduler)
+        prepared = super().prepare(*args, device_placement=device_placement, **named)
+        self._number()
         return prepared
 
     def prepare_data_loader(
@@ -258,15 +222,8 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
         if is_loader_of(self, data_loader):
             return data_loader
         prepared = prepare_loader(self, self._placing(device_placement), data_loader, slice_fn_for_dispatch)
-        return self._numbered("loader", self.loaders, prepared)
-
-    def _numbered(self, kind: str, held: WeakRegistry[Any], thing: Any) -> Any:
-        """Name an object in checkpoints by its place in the order of preparation."""
-        if thing in held and held.name_of(thing) is None:
-            taken = {held.name_of(other) for other in held}
-            number = next(n for n in range(len(taken) + 1) if _name(kind, n) not in taken)
-            held.add(thing, _name(kind, number))
-        return thing
+        self._number()
+        return prepared
 
     # --- the training step -----------------------------------------------------------------------
 
@@ -389,7 +346,3 @@ class Accelerator(Handlers, LocalSaving):  # pyright: ignore[reportIncompatibleV
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return the Accelerator itself."""
         return self
-
-
-def _name(kind: str, number: int) -> str:
-    return f"{kind}_{number}" if number else kind

@@ -6,76 +6,66 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from email.message import Message
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
+from accelfn.compat import names
+from accelfn.compat.names import explain, modules, names_of
 from accelfn.errors import ConfigurationError
 
 # The release of Accelerate whose interface the modules have.
 VERSION = "1.15.0"
-_ALIAS, _MIRROR = "accelerate", "accelfn.compat.accelerate"
+_ALIAS = "accelerate"
 # Test scripts and what they share: programs that use Accelerate, not a part of it.
 _TESTS = "accelerate.test_utils"
-# What to do about modules that aren't here.
-_INSTEAD = (
-    (
-        f"{_TESTS}.",
-        "To run Accelerate's own test files over accelfn, pip install accelerate.",
-    ),
-    ("accelerate.commands.", "Use the commands of accelfn, which `accelfn --help` lists."),
-)
-_ELSEWHERE = (
-    "See 'Programs written for Accelerate' in its documentation, or run the program without accelfn.compat."
-)
 
 
-class _MirrorLoader(Loader):
-    """Gives an alias the module of the mirror: one object with two names in ``sys.modules``."""
+class _TableLoader(Loader):
+    """Makes a module of Accelerate from the table of its names."""
 
-    def __init__(self, mirror: str) -> None:
-        self._mirror = mirror
-        self._spec: ModuleSpec | None = None
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self._mirror)
-        self._spec = module.__spec__
-        return module
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python make an empty module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has replaced it by the alias's.
-        module.__spec__ = self._spec
-        # Importing them later would set attributes of their packages, which may be names of functions.
-        for name, one in [*sys.modules.items()]:
-            if name.startswith(f"{_MIRROR}."):
-                sys.modules.setdefault(_ALIAS + name.removeprefix(_MIRROR), one)
+        own = module.__name__
+        # First, since Python sets them as attributes: a function may have the name of its module, as tqdm.
+        for inner in sorted(modules()):
+            if inner.rpartition(".")[0] == own:
+                importlib.import_module(inner)
+        for name, (source, there) in names_of(own).items():
+            setattr(module, name, getattr(importlib.import_module(source, "accelfn"), there))
+        if own == _ALIAS:
+            vars(module)["__version__"] = VERSION
+
+        def refuse(name: str) -> NoReturn:
+            raise AttributeError(explain(own, name, vars(module)))
+
+        vars(module)["__getattr__"] = refuse
 
 
 class _Distribution(Distribution):
     """Answers ``importlib.metadata.version("accelerate")``."""
 
     def read_text(self, filename: str) -> str | None:
-        if filename != "METADATA":
-            return None
-        metadata = Message()
-        metadata["Metadata-Version"] = "2.1"
-        metadata["Name"] = _ALIAS
-        metadata["Version"] = VERSION
-        # sentence-transformers takes a package for Accelerate by its name and this.
-        metadata["Home-page"] = "https://github.com/huggingface/accelerate"
-        metadata["Summary"] = "accelfn under the name of Accelerate"
-        return str(metadata)
+        # sentence-transformers takes a package for Accelerate by its name and home page.
+        home = "https://github.com/huggingface/accelerate"
+        text = f"Metadata-Version: 2.1\nName: {_ALIAS}\nVersion: {VERSION}\nHome-page: {home}\n"
+        return text if filename == "METADATA" else None
 
     def locate_file(self, path: object) -> Path:
         return Path(__file__).parent / str(path)
 
 
 class Alias(DistributionFinder):
-    """Finds ``accelerate`` and its modules in :mod:`accelfn.compat.accelerate`."""
+    """Finds ``accelerate`` and its modules, which are made from :mod:`accelfn.compat.names`.
+
+    All of them are packages: of a name that a package doesn't have, Python asks for a module, so that the
+    error for it is the one below, with what to use instead, and not Python's.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -92,43 +82,22 @@ class Alias(DistributionFinder):
             found = _find_test(fullname, path)
             if found is not None:
                 return found
-        mirror = _MIRROR + fullname.removeprefix(_ALIAS)
-        found = find_spec(mirror)
-        if found is None and _is_asked():
+        if fullname in modules():
+            spec = ModuleSpec(fullname, _TableLoader(), origin=names.__file__, is_package=True)
+            spec.has_location = True
+            return spec
+        caller = sys._getframe(2)  # pyright: ignore[reportPrivateUsage] -- under this one, Python's own
+        if caller.f_globals.get("__name__") == "importlib.util":  # which asks whether there is a module
             return None
-        if found is None:
-            hint = next((text for prefix, text in _INSTEAD if f"{fullname}.".startswith(prefix)), _ELSEWHERE)
-            raise ModuleNotFoundError(
-                f"no module {fullname!r}: accelfn stands in for Accelerate {VERSION} here, and has nothing "
-                f"under this name. {hint}",
-                name=fullname,
-            )
-        spec = ModuleSpec(
-            fullname,
-            _MirrorLoader(mirror),
-            origin=found.origin,
-            is_package=found.submodule_search_locations is not None,
-        )
-        spec.has_location = True
-        if spec.submodule_search_locations is not None:
-            spec.submodule_search_locations.extend(found.submodule_search_locations or ())
-        return spec
+        module, _, name = fullname.rpartition(".")
+        # Not named: of a missing module with this name Python would say its own text.
+        raise ModuleNotFoundError(explain(module, name, vars(sys.modules[module])), name=module)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         """Yield the distribution ``accelerate``, if it is asked for."""
         name = None if context is None else context.name
         if name is None or name.lower() == _ALIAS:
             yield _Distribution()
-
-
-def _is_asked() -> bool:
-    """Return whether a program asks for a module by ``importlib.util.find_spec``, and doesn't import it."""
-    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
-        if frame.f_globals.get("__name__") == "importlib.util":
-            return True
-        frame = frame.f_back
-    return frame is not None and frame.f_globals.get("__name__") == "importlib.util"
 
 
 def is_installed() -> bool:

@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 import importlib.metadata
-import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
+from operator import eq, ge, gt, le, lt, ne
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.torch_version import TorchVersion
 
 STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType(
-    {
-        "<": operator.lt,
-        "<=": operator.le,
-        "==": operator.eq,
-        "!=": operator.ne,
-        ">=": operator.ge,
-        ">": operator.gt,
-    }
+    {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
 )
-
-
 _Probe = Callable[..., bool]
-
-
-def _parse(version: str) -> tuple[tuple[int, ...], bool]:
-    """Return the numbers of a version, and whether it is a final release; for comparing."""
-    text = version.partition("+")[0]
-    match = re.match(r"\d+(\.\d+)*", text)
-    numbers = [int(part) for part in match[0].split(".")] if match else [0]
-    while len(numbers) > 1 and numbers[-1] == 0:
-        numbers.pop()
-    rest = text[match.end() :] if match else text
-    return tuple(numbers), not rest or rest.startswith(".post")
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
@@ -58,7 +39,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     version = str(library_or_version)
     if not version[:1].isdigit():
         version = importlib.metadata.version(version)
-    return STR_OPERATION_TO_FUNC[operation](_parse(version), _parse(requirement_version))
+    return STR_OPERATION_TO_FUNC[operation](TorchVersion(version), requirement_version)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -87,59 +68,39 @@ def _never(*args: Any, **kwargs: Any) -> bool:
     return False
 
 
-is_aim_available: _Probe = partial(is_package_available, "aim")
-is_bnb_available: _Probe = partial(is_package_available, "bitsandbytes")
-is_4bit_bnb_available: _Probe = is_bnb_available
-is_8bit_bnb_available: _Probe = is_bnb_available
-is_bitsandbytes_multi_backend_available: _Probe = is_bnb_available
-is_boto3_available: _Probe = partial(is_package_available, "boto3")
-is_clearml_available: _Probe = partial(is_package_available, "clearml")
-is_comet_ml_available: _Probe = partial(is_package_available, "comet_ml")
-is_datasets_available: _Probe = partial(is_package_available, "datasets")
-is_deepspeed_available: _Probe = partial(is_package_available, "deepspeed")
-is_dvclive_available: _Probe = partial(is_package_available, "dvclive")
-is_import_timer_available: _Probe = partial(is_package_available, "import_timer")
-is_lomo_available: _Probe = partial(is_package_available, "lomo_optim")
-is_matplotlib_available: _Probe = partial(is_package_available, "matplotlib")
-is_megatron_lm_available: _Probe = partial(is_package_available, "megatron")
-is_mlflow_available: _Probe = partial(is_package_available, "mlflow")
-is_msamp_available: _Probe = partial(is_package_available, "msamp")
-is_numpy_available: _Probe = partial(is_package_available, "numpy")
-is_pandas_available: _Probe = partial(is_package_available, "pandas")
-is_peft_available: _Probe = partial(is_package_available, "peft")
-is_pippy_available: _Probe = partial(is_torch_version, ">=", "2.4.0")
-is_pynvml_available: _Probe = partial(is_package_available, "pynvml")
-is_amdsmi_available: _Probe = partial(is_package_available, "amdsmi")
-is_pytest_available: _Probe = partial(is_package_available, "pytest")
-is_rich_available: _Probe = partial(is_package_available, "rich")
-is_sagemaker_available: _Probe = partial(is_package_available, "sagemaker")
-is_schedulefree_available: _Probe = partial(is_package_available, "schedulefree")
-is_swanlab_available: _Probe = partial(is_package_available, "swanlab")
-is_tensorboard_available: _Probe = partial(is_package_available, "tensorboard")
-is_timm_available: _Probe = partial(is_package_available, "timm")
-is_torchao_available: _Probe = partial(is_package_available, "torchao")
-is_torchdata_available: _Probe = partial(is_package_available, "torchdata")
-is_torchdata_stateful_dataloader_available: _Probe = partial(
-    is_package_available, "torchdata.stateful_dataloader"
-)
-is_torchvision_available: _Probe = partial(is_package_available, "torchvision")
-is_tqdm_available: _Probe = partial(is_package_available, "tqdm")
-is_trackio_available: _Probe = partial(is_package_available, "trackio")
-is_transformer_engine_available: _Probe = partial(is_package_available, "transformer_engine")
-is_transformer_engine_mxfp8_available: _Probe = is_transformer_engine_available
-is_transformers_available: _Probe = partial(is_package_available, "transformers")
-is_triton_available: _Probe = partial(is_package_available, "triton")
-is_wandb_available: _Probe = partial(is_package_available, "wandb")
-is_cuda_available: _Probe = partial(_is_device_available, "cuda")
-is_xpu_available: _Probe = partial(_is_device_available, "xpu")
-is_npu_available: _Probe = partial(_is_device_available, "npu")
-is_mlu_available: _Probe = partial(_is_device_available, "mlu")
-is_musa_available: _Probe = partial(_is_device_available, "musa")
-is_sdaa_available: _Probe = partial(_is_device_available, "sdaa")
-is_hpu_available: _Probe = partial(_is_device_available, "hpu")
-is_neuron_available: _Probe = partial(_is_device_available, "neuron")
 is_habana_gaudi1: _Probe = _never
-is_weights_only_available: _Probe = partial(is_torch_version, ">=", "2.4.0")
+is_pippy_available: _Probe = partial(is_torch_version, ">=", "2.4.0")
+is_weights_only_available: _Probe = is_pippy_available
+# What `is_..._available` asks for: a kind of device, or a package with another name.
+_DEVICES = ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu", "neuron")
+_PACKAGES = MappingProxyType(
+    {
+        "4bit_bnb": "bitsandbytes",
+        "8bit_bnb": "bitsandbytes",
+        "bitsandbytes_multi_backend": "bitsandbytes",
+        "bnb": "bitsandbytes",
+        "lomo": "lomo_optim",
+        "megatron_lm": "megatron",
+        "torchdata_stateful_dataloader": "torchdata.stateful_dataloader",
+        "transformer_engine_mxfp8": "transformer_engine",
+    }
+)
+
+
+def __getattr__(name: str) -> _Probe:
+    """Return the function that asks for a device or a package: ``is_peft_available`` for peft.
+
+    >>> from accelfn.compat.available import is_torch_available
+    >>> is_torch_available()
+    True
+    """
+    match = re.fullmatch(r"is_(\w+)_available", name)
+    if match is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    asked = match[1]
+    if asked in _DEVICES:
+        return partial(_is_device_available, asked)
+    return partial(is_package_available, _PACKAGES.get(asked, asked))
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
@@ -154,14 +115,9 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     return is_package_available("torch_xla") and not check_is_gpu
 
 
-def is_torch_distributed_available() -> bool:
-    """Return whether torch was built with its distributed package."""
-    return torch.distributed.is_available()
-
-
 def is_xccl_available() -> bool:
     """Return whether torch has Intel's backend of collectives."""
-    return is_xpu_available() and bool(
+    return _is_device_available("xpu") and bool(
         getattr(torch.distributed.distributed_c10d, "is_xccl_available", _never)()
     )
 
@@ -184,7 +140,7 @@ def is_fp16_available() -> bool:
 
 def is_fp8_available() -> bool:
     """Return whether a package for 8-bit training is installed."""
-    return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
+    return any(map(is_package_available, ("torchao", "transformer_engine", "msamp")))
 
 
 def check_cuda_fp8_capability() -> bool:
@@ -201,8 +157,5 @@ def check_cuda_p2p_ib_support() -> bool:
 def get_current_device_type() -> tuple[str, str]:
     """Return the kind of the current device, and the name of its distributed type."""
     current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return (
-        ("cpu", "MULTI_CPU")
-        if current is None
-        else (current.type, f"MULTI_{current.type.upper()}".replace("CUDA", "GPU"))
-    )
+    kind = "cpu" if current is None else current.type
+    return kind, f"MULTI_{kind.upper()}".replace("CUDA", "GPU")

@@ -1,16 +1,20 @@
-"""The parts of Accelerate's command line that programs import."""
+"""Launchers, and the parts of Accelerate's command line that programs import."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import accelfn.launch.functions as functions
+from accelfn.compat.alias import child_variables
+from accelfn.compat.helpers import patch_environment
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser, add_launch_flags, parse_flags
 from accelfn.launch.config.files import default_path, find_config_file, format_config
@@ -24,12 +28,8 @@ from accelfn.launch.plan.machine import read_machine
 default_config_file: str = str(default_path(os.environ, sys.platform, str(Path.home())))
 
 
-class LaunchValues:
-    """The values of a configuration of launches."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        """Show values by name, as attributes."""
-        vars(self).update(values)
+class LaunchValues(argparse.Namespace):
+    """The values of a configuration of launches, by name."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the values by name."""
@@ -43,7 +43,7 @@ def load_config_from_file(config_file: str | None) -> LaunchValues:
         ConfigurationError: The file doesn't exist, or its content is invalid.
     """
     file = load_config(config_file, os.environ)
-    return LaunchValues({} if file is None else dict(file.values))
+    return LaunchValues(**({} if file is None else file.values))
 
 
 def write_basic_config(
@@ -149,3 +149,18 @@ def _flags(values: Mapping[str, Any]) -> Iterator[str]:
         if value is not None:
             text = option.kind.write(value)
             yield from (f"--{name}={one}" for one in (text.split("\n") if option.kind.repeats else [text]))
+
+
+def _with_alias(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a launcher whose ranks import accelfn under Accelerate's name too."""
+
+    @functools.wraps(launcher)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        with patch_environment(**child_variables(os.environ)):
+            return launcher(*args, **kwargs)
+
+    return launch
+
+
+notebook_launcher: Callable[..., Any] = _with_alias(functions.notebook_launcher)
+debug_launcher: Callable[..., Any] = _with_alias(functions.debug_launcher)

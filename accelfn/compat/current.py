@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from accelfn.context import Context, ContextOptions, close_context, init_context
 from accelfn.context.config import read_settings
@@ -18,12 +18,40 @@ from accelfn.context.options import drop_none, merge_settings
 from accelfn.errors import ConfigurationError
 from accelfn.tracking import GeneralTracker
 
-if TYPE_CHECKING:
-    from accelfn.compat.accelerator import Accelerator
-    from accelfn.compat.loaders import DataLoaderShard
-
 # Options that arrange the ranks: a context with them can't be a variant of another one.
 _MESH = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "group")
+
+
+class CurrentAccelerator(Protocol):
+    """What the state classes ask of an Accelerator: the shim's names, and what the program passed."""
+
+    sync_gradients: bool
+
+    @property
+    def context(self) -> Context:
+        """The frozen Context."""
+        ...
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """What the program passed, by the name of the argument."""
+        ...
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """Torch's mesh; None without one."""
+        ...
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Make a plugin the active one."""
+        ...
+
+
+class Loop(Protocol):
+    """What the state classes ask of a loader in a loop."""
+
+    end_of_dataloader: bool
+    remainder: int
 
 
 class Options(NamedTuple):
@@ -56,20 +84,20 @@ class Current:
         """Start without a world."""
         self.world: Context | None = None
         self.is_reset: bool = False
-        self.loops: list[DataLoaderShard[Any]] = []
+        self.loops: list[Loop] = []
         self.trackers: dict[str, type[GeneralTracker]] = {}
         self.notes: frozenset[str] = frozenset()
         self.options: Options | None = None
         self.debug: bool | None = None
-        self._accelerators: tuple[weakref.ref[Accelerator], ...] = ()
+        self._accelerators: tuple[weakref.ref[CurrentAccelerator], ...] = ()
 
     @property
-    def accelerator(self) -> Accelerator | None:
+    def accelerator(self) -> CurrentAccelerator | None:
         """The Accelerator that was made last, of those that are alive."""
         alive = (accelerator() for accelerator in reversed(self._accelerators))
         return next((accelerator for accelerator in alive if accelerator is not None), None)
 
-    def adopt(self, accelerator: Accelerator) -> None:
+    def adopt(self, accelerator: CurrentAccelerator) -> None:
         """Make an Accelerator the current one."""
         alive = (one for one in self._accelerators if one() is not None)
         self._accelerators = (*alive, weakref.ref(accelerator))

@@ -1,11 +1,19 @@
-"""DeepSpeed's names that libraries import, and what they read of its configuration."""
+"""Names of DeepSpeed and FSDP that libraries import: a configuration to ask, sharded checkpoints."""
 
 from __future__ import annotations
 
 import copy
+import os
+from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
+
+import accelfn.checkpoint as checkpoint
+from accelfn.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accelfn.context.config import DeepSpeedPlugin
+
+Directory = str | os.PathLike[str]
 
 
 class HfDeepSpeedConfig:
@@ -96,3 +104,57 @@ class DeepSpeedOptimizerWrapper:
 
 class DeepSpeedSchedulerWrapper:
     """For ``isinstance`` only: accelfn's engine has no such object."""
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any, accelerator: Any, model: nn.Module, output_dir: Directory, model_index: int = 0
+) -> None:
+    """Save a sharded model; see :func:`accelfn.save_state`.
+
+    Ranks: every rank.
+    """
+    place = Path(output_dir) / f"{FSDP_MODEL_NAME}_{model_index}"
+    checkpoint.save_state(accelerator.context, place, {"model": model})
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any, accelerator: Any, model: nn.Module, input_dir: Directory, model_index: int = 0
+) -> None:
+    """Load what :func:`save_fsdp_model` has saved, on any number of ranks; no random states.
+
+    Ranks: every rank.
+    """
+    place = Path(input_dir) / f"{FSDP_MODEL_NAME}_{model_index}"
+    checkpoint.load_state(accelerator.context, place, {"model": model}, random_state=False)
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    output_dir: Directory,
+    optimizer_index: int = 0,
+) -> None:
+    """Save the optimizer of a sharded model; see :func:`accelfn.save_state`.
+
+    Ranks: every rank.
+    """
+    place = Path(output_dir) / f"{OPTIMIZER_NAME}_{optimizer_index}"
+    checkpoint.save_state(accelerator.context, place, {"optimizer": optimizer})
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    input_dir: Directory,
+    optimizer_index: int = 0,
+) -> None:
+    """Load what :func:`save_fsdp_optimizer` has saved, on any number of ranks; no random states.
+
+    Ranks: every rank.
+    """
+    place = Path(input_dir) / f"{OPTIMIZER_NAME}_{optimizer_index}"
+    checkpoint.load_state(accelerator.context, place, {"optimizer": optimizer}, random_state=False)

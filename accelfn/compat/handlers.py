@@ -13,8 +13,6 @@ from accelfn.compat.trackers import registered
 from accelfn.context import Context
 from accelfn.parallel.strategies.fp8 import fp8_backend_of
 
-_FP8 = (records.FP8RecipeKwargs, records.TERecipeKwargs, records.AORecipeKwargs, records.MSAMPRecipeKwargs)
-
 
 class Option:
     """What the program passed as an argument; it may change it, or set it, for what follows."""
@@ -53,7 +51,10 @@ class Handlers:
 
     Attributes:
         given: What the program passed, by the name of the argument. Its records may be changed at any time.
+        delayed_fp8_autocast: False: autocast for 8 bits doesn't wait for a wrapper.
     """
+
+    delayed_fp8_autocast = False
 
     given: dict[str, Any]
     _taken: dict[str, Any]  # a copy of what is in the context
@@ -108,8 +109,8 @@ class Handlers:
     @property
     def has_fp8_handler(self) -> bool:
         """Whether the program passed options of 8-bit training."""
-        kinds = tuple(one for kind in _FP8 for one in (kind, kind.record))
-        return any(isinstance(one, kinds) for one in self.handlers)
+        recipes = (self.fp8_recipe_handler, self.te_recipe_handler, self.ao_recipe_handler)
+        return any(one is not None for one in (*recipes, self.msamp_recipe_handler))
 
     @property
     def fp8_enabled(self) -> bool:
@@ -121,11 +122,6 @@ class Handlers:
         """The engine of 8-bit products."""
         backend = fp8_backend_of(self.context)
         return FP8BackendType.NO if backend is None else FP8BackendType(backend.value)
-
-    @property
-    def delayed_fp8_autocast(self) -> bool:
-        """False: autocast for 8 bits doesn't wait for a wrapper."""
-        return False
 
 
 def _options(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,17 +8,20 @@ import re
 import socket
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
+import accelfn.bigmodel as bigmodel
 from accelfn.compat.current import current
+from accelfn.compat.records import freeze
 from accelfn.compat.saving import save_alone
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 
+M = TypeVar("M", bound=nn.Module)
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 
@@ -66,7 +69,9 @@ def patch_environment(**kwargs: Any) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        _restore(before)
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 @contextmanager
@@ -81,25 +86,12 @@ def clear_environment() -> Generator[None, None, None]:
         os.environ.update(before)
 
 
-def _restore(before: Mapping[str, str | None]) -> None:
-    for name, value in before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-
-
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write one object on the main process, or once per node."""
     ctx = current().context
     if save_on_each_node:
         ctx = ctx.replace(project_config=dataclasses.replace(ctx.project, save_on_each_node=True))
     save_alone(ctx, obj, f, safe_serialization)
-
-
-def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what torch.save has written; no pickled code unless ``weights_only=False``."""
-    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,3 +208,8 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     """Return the modules of a model, children before parents, with their names if asked."""
     found: list[tuple[str, nn.Module]] = list(cast("Any", model).named_modules())[::-1]
     return found if return_fqns else [module for _, module in found]
+
+
+def load_and_quantize_model(model: M, bnb_quantization_config: Any, *args: Any, **kwargs: Any) -> M:
+    """Quantise the linear layers of a model; see :func:`accelfn.load_and_quantize_model`."""
+    return bigmodel.load_and_quantize_model(model, freeze(bnb_quantization_config), *args, **kwargs)

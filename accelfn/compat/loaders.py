@@ -5,145 +5,24 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Sequence, Sized
-from itertools import chain, cycle, islice
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import accelfn.comm as comm
 import accelfn.data as data
-from accelfn.accelerator import AcceleratedDataLoader
+from accelfn.accelerator import AcceleratedDataLoader, Accelerator
 from accelfn.compat.current import current
+from accelfn.compat.shards import BatchSamplerShard, SeedableRandomSampler
 from accelfn.context import Context
 from accelfn.context.config import DataLoaderConfiguration
 from accelfn.data.loader import passes_of
 from accelfn.data.passes import Passes
-from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.rebuild import batch_sampler_of, remake, sampler_of, twin_of
 from accelfn.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from accelfn.compat.accelerator import Accelerator
-
 T = TypeVar("T")
-
-
-class SeedableRandomSampler(RandomSampler):
-    """Shuffles by a seed and the number of the epoch."""
-
-    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
-        """Take a RandomSampler's arguments, and the seed: torch's by default."""
-        cast("Any", super()).__init__(*args, **kwargs)
-        self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
-        self.epoch: int = 0
-
-    def __iter__(self) -> Iterator[int]:
-        self.generator: torch.Generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        yield from super().__iter__()
-        self.set_epoch(self.epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Shuffle as in this epoch next."""
-        self.epoch = epoch
-
-
-class BatchSamplerShard(BatchSampler):
-    """The batches of one rank, of those that a batch sampler draws on every rank.
-
-    The batch sampler is drawn from as batches are read, and may have no end. An incomplete last round is
-    completed from the first one, unless ``even_batches`` is False.
-    """
-
-    def __init__(
-        self,
-        batch_sampler: BatchSampler,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        """Read batches of ``batch_sampler`` as rank ``process_index`` of ``num_processes``."""
-        self.batch_sampler: BatchSampler = batch_sampler
-        self.num_processes: int = num_processes
-        self.process_index: int = process_index
-        self.split_batches: bool = split_batches
-        self.even_batches: bool = even_batches
-        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)
-        self.drop_last: bool = bool(getattr(batch_sampler, "drop_last", False))
-        self.sampler: Any = getattr(batch_sampler, "sampler", None)
-        self._plan(0, self.batch_size or 1)  # raises if a batch can't be split
-
-    def _plan(self, number: int, rows: int) -> EpochPlan:
-        return plan_epoch(
-            number,
-            rows,
-            self.num_processes,
-            split_batches=self.split_batches,
-            even_batches=self.even_batches,
-            drop_last=self.drop_last and self.num_processes > 1,
-        )
-
-    def __len__(self) -> int:
-        return self._counts()[self.process_index]
-
-    def _counts(self) -> tuple[int, ...]:
-        number = len(self.batch_sampler)
-        if self.split_batches:
-            return (number,) * self.num_processes
-        plan = plan_epoch(
-            number, 1, self.num_processes, even_batches=self.even_batches, drop_last=self.drop_last
-        )
-        return plan.counts
-
-    @property
-    def counts_by_rank(self) -> tuple[int, ...] | None:
-        """Batches of each rank, where each rank knows them: all read one fixed order. None elsewhere."""
-        is_fixed = type(self.batch_sampler) is BatchSampler and type(self.sampler) is SequentialSampler
-        return self._counts() if is_fixed else None
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        rows, rank, size = self.batch_size or 0, self.process_index, self.num_processes
-        batches = map(list[Any], cast("Any", self.batch_sampler))
-        number = 1 if self.split_batches else size  # batches in a round, in which each rank reads one
-        joins, own = rows > 0, rows * number // size
-        start: list[list[Any]] = []  # the first round, which completes the last one
-        while drawn := list(islice(batches, number)):
-            start = start or drawn
-            if joins and any(len(batch) != rows for batch in drawn):
-                (*full, last), following = drawn, list(islice(batches, 1))
-                batches = chain(following, batches)
-                # Only the last batch of all may be short.
-                joins = not following and len(last) < rows and all(len(batch) == rows for batch in full)
-            if not joins:  # batches of different sizes aren't taken apart
-                self._plan(1, 1)  # raises if they should be
-                own = 1
-            items = _joined(drawn) if joins else drawn
-            if len(items) < own * size:
-                if not items or (self.drop_last and size > 1):
-                    return
-                if self.even_batches and size > 1:
-                    first = cycle(_joined(start) if joins else start)
-                    items = list(islice(chain(items, first), own * size))
-            mine = items[rank * own : (rank + 1) * own]
-            if mine:
-                yield mine if joins else mine[0]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on."""
-        for thing in (self.batch_sampler, self.sampler):
-            if hasattr(thing, "set_epoch"):
-                cast("Any", thing).set_epoch(epoch)
-
-
-def _joined(batches: list[list[Any]]) -> list[Any]:
-    return [index for batch in batches for index in batch]
-
-
-def get_sampler(dataloader: Any) -> Any:
-    """Return the sampler of a loader, also of its batch sampler."""
-    return sampler_of(dataloader)
 
 
 class DataLoaderShard(AcceleratedDataLoader[T]):
@@ -259,10 +138,8 @@ def prepare_loader(
     # Windows count the calls of `accumulate`, and loaders read one batch ahead, not one window.
     ctx = ctx.replace(gradient_accumulation_steps=1)
     loading, size = ctx.loading, ctx.axis_size("dp")
-    if isinstance(loader, data.PreparedDataLoader):
+    if isinstance(loader, data.PreparedDataLoader) or not isinstance(loader, DataLoader):
         return DataLoaderShard(accelerator, data.prepare_data_loader(ctx, cast("Any", loader)))
-    if not isinstance(loader, DataLoader):
-        return DataLoaderShard(accelerator, data.prepare_data_loader(ctx, loader))
     source = cast("DataLoader[Any]", loader)
     is_stream = isinstance(source.dataset, IterableDataset)
     dispatches = loading.dispatch_batches
@@ -304,13 +181,11 @@ def prepare_data_loader(
         ConfigurationError: A device, a mesh, or another number of ranks than the current context's.
     """
     ctx = current().start()
-    expected = {"num_processes": ctx.num_processes, "process_index": ctx.rank, "torch_device_mesh": None}
-    given = {
-        "num_processes": num_processes,
-        "process_index": process_index,
-        "torch_device_mesh": torch_device_mesh,
-    }
-    wrong = [name for name, value in given.items() if value is not None and value != expected[name]]
+    given = {"num_processes": num_processes, "process_index": process_index}
+    own = {"num_processes": ctx.num_processes, "process_index": ctx.rank}
+    wrong = [name for name, value in given.items() if value not in (None, own[name])]
+    if torch_device_mesh is not None:
+        wrong.append("torch_device_mesh")
     if device is not None and put_on_device and torch.device(device).type != ctx.device.type:
         wrong.append("device")
     if wrong:

@@ -106,18 +106,9 @@ def extract_model_from_parallel(
 # --- trees on one rank ---------------------------------------------------------------------------
 
 
-def is_torch_tensor(tensor: object) -> bool:
-    """Return whether an object is a tensor."""
-    return isinstance(tensor, torch.Tensor)
-
-
 def is_namedtuple(data: object) -> bool:
     """Return whether an object is a named tuple."""
-    return (
-        isinstance(data, tuple)
-        and hasattr(cast("Any", data), "_asdict")
-        and hasattr(cast("Any", data), "_fields")
-    )
+    return isinstance(data, tuple) and hasattr(cast("Any", data), "_fields")
 
 
 def is_tensor_information(tensor_info: object) -> bool:
@@ -134,7 +125,7 @@ def recursively_apply(
     func: Callable[..., Any],
     data: Any,
     *args: Any,
-    test_type: Callable[[Any], bool] = is_torch_tensor,
+    test_type: Callable[[Any], bool] = torch.is_tensor,
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
@@ -166,7 +157,7 @@ def get_shape(data: Any) -> Any:
     """Return the shapes of the tensors of a tree, as lists."""
 
     def shape_of(tensor: torch.Tensor) -> list[int]:
-        return list(tensor.shape)
+        return [*tensor.shape]
 
     return recursively_apply(shape_of, data, error_on_other_type=True)
 
@@ -207,9 +198,4 @@ class ConvertOutputsToFp32:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function whose results are in float32."""
     converted = ConvertOutputsToFp32(model_forward)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return converted(*args, **kwargs)
-
-    forward.__wrapped__ = model_forward  # pyright: ignore[reportFunctionMemberAccess]
-    return forward
+    return functools.wraps(model_forward)(lambda *args, **kwargs: converted(*args, **kwargs))

@@ -7,9 +7,10 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, fields
+from dataclasses import Field, field, fields
+from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -44,49 +45,50 @@ class MutableRecord(KwargsHandler):
 
     Nothing is checked before :meth:`freeze`, which an ``Accelerator`` calls, also after a change: None means
     the default there.
-
-    Raises:
-        TypeError: A field is unknown, or there are too many positional arguments.
     """
 
     __module__ = "accelerate.utils.dataclasses"
     record: ClassVar[Any]  # accelfn's record
-    order: ClassVar[tuple[str, ...]] = ()  # of the positional arguments, if it isn't the record's
-    ignored: ClassVar[tuple[str, ...]] = ()  # fields without effect here
+    ignored: ClassVar[tuple[str, ...]]
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-    __dataclass_params__: ClassVar[Any]
 
-    def __init_subclass__(cls) -> None:
-        """Set the fields of a subclass to those of its record, in the order of the positional arguments."""
+    def __init_subclass__(cls, record: Any = None, order: str = "", ignored: tuple[str, ...] = ()) -> None:
+        """Give a class the fields of accelfn's record.
+
+        Args:
+            record: Accelfn's record; None for a class of a program, which inherits from one of these.
+            order: The first fields, if positional arguments have another order than the record's fields.
+            ignored: Fields without effect here.
+        """
         super().__init_subclass__()
-        if "record" in vars(cls):
-            # The decorator would look for the module, which is there only with the alias.
-            made: Any = dataclasses.make_dataclass("Ignored", [(name, Any, None) for name in cls.ignored])
-            known = {item.name: item for item in (*fields(cls.record), *fields(made))}
-            named = {name: known[name] for name in dict.fromkeys((*cls.order, *known))}
-            cls.__dataclass_fields__ = named
-            cls.__dataclass_params__ = made.__dataclass_params__
+        if record is None:
+            return
+        cls.record, cls.ignored = record, ignored
+        defaults: dict[str, Any] = {item.name: _default_of(item) for item in fields(record)}
+        names = dict.fromkeys((*order.split(), *defaults, *ignored))
+        given = [(name, Any, field(default_factory=partial(copy.copy, defaults.get(name)))) for name in names]
+        # Not by the decorator, which would look for the module: it is there only with the alias.
+        made: Any = dataclasses.make_dataclass(cls.__name__, given, bases=(MutableRecord,))
+        for name in (
+            "__init__",
+            "__repr__",
+            "__eq__",
+            "__hash__",
+            "__dataclass_fields__",
+            "__dataclass_params__",
+        ):
+            setattr(cls, name, vars(made)[name])
 
-    def __init__(self, *args: Any, **values: Any) -> None:
-        """Set fields, by position or by name."""
-        kind = type(self)
-        names = [item.name for item in fields(self)]
-        order = [*(kind.order or names)]
-        if len(args) > len(order):
-            raise TypeError(f"{kind.__name__} takes at most {len(order)} arguments, got {len(args)}.")
-        given = dict(zip(order, args, strict=False))
-        twice = given.keys() & values.keys()
-        unknown = values.keys() - {*names}
-        if twice or unknown:
-            raise TypeError(
-                f"{kind.__name__}: {'two values for' if twice else 'unknown field'} "
-                f"{', '.join(sorted(twice or unknown))}. Its fields are {', '.join(names)}."
-            )
+    if TYPE_CHECKING:  # the fields
+
+        def __init__(self, *args: Any, **values: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __post_init__(self) -> None:
+        """Set the fields that are None to their defaults."""
         for item in fields(self):
-            setattr(self, item.name, _default_of(item))
-        for name, value in {**given, **values}.items():
-            if value is not None or name in kind.ignored:
-                setattr(self, name, value)
+            if getattr(self, item.name) is None and item.name not in self.ignored:
+                setattr(self, item.name, cast("Any", item.default_factory)())
 
     @classmethod
     def launched(cls, name: str) -> Any:
@@ -119,24 +121,10 @@ class MutableRecord(KwargsHandler):
         frozen = self.freeze()
         return frozen.to_kwargs() if hasattr(frozen, "to_kwargs") else super().to_kwargs()
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
-
-    def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"{type(self).__name__}({values})"
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__} has no field {name!r}.")
-
     def __setattr__(self, name: str, value: Any) -> None:
-        known = {item.name for item in fields(self)}
-        if name not in known and not isinstance(
-            vars(type(self)).get(name), property
-        ):  # it would have no effect
-            raise AttributeError(
-                f"{type(self).__name__} has no field {name!r}. Its fields are {', '.join(sorted(known))}."
-            )
+        if not hasattr(type(self), name) and name not in self.__dataclass_fields__:
+            known = ", ".join(sorted(self.__dataclass_fields__))  # another one would have no effect
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}. Its fields are {known}.")
         super().__setattr__(name, value)
 
 
@@ -156,90 +144,67 @@ def freeze(value: Any) -> Any:
     return value
 
 
-class AutocastKwargs(MutableRecord):
+class AutocastKwargs(MutableRecord, record=config.AutocastKwargs):
     """Options of ``torch.autocast``; see :class:`accelfn.AutocastKwargs`."""
 
-    record: ClassVar[Any] = config.AutocastKwargs
 
-
-class DistributedDataParallelKwargs(MutableRecord):
+class DistributedDataParallelKwargs(MutableRecord, record=config.DistributedDataParallelKwargs):
     """Options of torch's wrapper; see :class:`accelfn.DistributedDataParallelKwargs`."""
 
-    record: ClassVar[Any] = config.DistributedDataParallelKwargs
 
-
-class GradScalerKwargs(MutableRecord):
+class GradScalerKwargs(MutableRecord, record=config.GradScalerKwargs):
     """Options of the loss scaler; see :class:`accelfn.GradScalerKwargs`."""
 
-    record: ClassVar[Any] = config.GradScalerKwargs
 
-
-class InitProcessGroupKwargs(MutableRecord):
+class InitProcessGroupKwargs(MutableRecord, record=config.InitProcessGroupKwargs):
     """Options of the process group; see :class:`accelfn.InitProcessGroupKwargs`."""
 
-    record: ClassVar[Any] = config.InitProcessGroupKwargs
 
-
-class ProfileKwargs(MutableRecord):
+class ProfileKwargs(MutableRecord, record=config.ProfileKwargs):
     """Options of torch's profiler; see :class:`accelfn.ProfileKwargs`."""
 
-    record: ClassVar[Any] = config.ProfileKwargs
 
-
-class FP8RecipeKwargs(MutableRecord):
+class FP8RecipeKwargs(
+    MutableRecord,
+    record=config.FP8RecipeKwargs,
+    order="""
+        opt_level use_autocast_during_eval margin interval fp8_format amax_history_len amax_compute_algo
+        override_linear_precision use_mxfp8_block_scaling backend
+    """,
+):
     """Options of 8-bit training; see :class:`accelfn.FP8RecipeKwargs`."""
 
-    record: ClassVar[Any] = config.FP8RecipeKwargs
-    order: ClassVar[tuple[str, ...]] = (
-        *("opt_level", "use_autocast_during_eval", "margin", "interval", "fp8_format", "amax_history_len"),
-        *("amax_compute_algo", "override_linear_precision", "use_mxfp8_block_scaling", "backend"),
-    )
 
-
-class AORecipeKwargs(MutableRecord):
+class AORecipeKwargs(MutableRecord, record=config.AORecipeKwargs):
     """Options of torchao's 8-bit training; see :class:`accelfn.AORecipeKwargs`."""
 
-    record: ClassVar[Any] = config.AORecipeKwargs
 
-
-class TERecipeKwargs(MutableRecord):
+class TERecipeKwargs(MutableRecord, record=config.TERecipeKwargs):
     """Options of TransformerEngine; see :class:`accelfn.TERecipeKwargs`."""
 
-    record: ClassVar[Any] = config.TERecipeKwargs
 
-
-class MSAMPRecipeKwargs(MutableRecord):
+class MSAMPRecipeKwargs(MutableRecord, record=config.MSAMPRecipeKwargs):
     """Options of MS-AMP; see :class:`accelfn.MSAMPRecipeKwargs`."""
 
-    record: ClassVar[Any] = config.MSAMPRecipeKwargs
 
-
-class TorchDynamoPlugin(MutableRecord):
+class TorchDynamoPlugin(MutableRecord, record=config.TorchDynamoPlugin):
     """Options of torch.compile; see :class:`accelfn.TorchDynamoPlugin`."""
 
-    record: ClassVar[Any] = config.TorchDynamoPlugin
 
-
-class GradientAccumulationPlugin(MutableRecord):
+class GradientAccumulationPlugin(MutableRecord, record=config.GradientAccumulationPlugin):
     """Options of accumulation; see :class:`accelfn.GradientAccumulationPlugin`."""
 
-    record: ClassVar[Any] = config.GradientAccumulationPlugin
 
-
-class DataLoaderConfiguration(MutableRecord):
+class DataLoaderConfiguration(MutableRecord, record=config.DataLoaderConfiguration):
     """How loaders are sharded; see :class:`accelfn.DataLoaderConfiguration`."""
 
-    record: ClassVar[Any] = config.DataLoaderConfiguration
 
-
-class ProjectConfiguration(MutableRecord):
+class ProjectConfiguration(MutableRecord, record=config.ProjectConfiguration):
     """Directories of the outputs; see :class:`accelfn.ProjectConfiguration`."""
 
-    record: ClassVar[Any] = config.ProjectConfiguration
-
-    def __init__(self, *args: Any, **values: Any) -> None:
-        """Set fields, by position or by name."""
-        super().__init__(*args, **values)
+    def __post_init__(self) -> None:
+        """Set the fields that are None to their defaults, or to what follows from others."""
+        super().__post_init__()
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Any = None) -> None:
@@ -249,18 +214,18 @@ class ProjectConfiguration(MutableRecord):
             self.logging_dir = project_dir
 
 
-class FullyShardedDataParallelPlugin(MutableRecord):
+class FullyShardedDataParallelPlugin(
+    MutableRecord,
+    record=config.FullyShardedDataParallelPlugin,
+    order="""
+        fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy
+        auto_wrap_policy cpu_offload ignored_modules state_dict_type state_dict_config
+        optim_state_dict_config limit_all_gathers use_orig_params param_init_fn sync_module_states
+        forward_prefetch activation_checkpointing activation_checkpointing_offload
+        cpu_ram_efficient_loading transformer_cls_names_to_wrap min_num_params
+    """,
+):
     """Options of FSDP; see :class:`accelfn.FullyShardedDataParallelPlugin`."""
-
-    record: ClassVar[Any] = config.FullyShardedDataParallelPlugin
-    order: ClassVar[tuple[str, ...]] = (
-        *("fsdp_version", "sharding_strategy", "reshard_after_forward", "backward_prefetch"),
-        *("mixed_precision_policy", "auto_wrap_policy", "cpu_offload", "ignored_modules"),
-        *("state_dict_type", "state_dict_config", "optim_state_dict_config", "limit_all_gathers"),
-        *("use_orig_params", "param_init_fn", "sync_module_states", "forward_prefetch"),
-        *("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"),
-        *("transformer_cls_names_to_wrap", "min_num_params"),
-    )
 
     def set_mixed_precision(
         self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
@@ -286,7 +251,7 @@ class FullyShardedDataParallelPlugin(MutableRecord):
         )
 
 
-class DeepSpeedPlugin(MutableRecord):
+class DeepSpeedPlugin(MutableRecord, record=config.DeepSpeedPlugin):
     """Options of DeepSpeed; see :class:`accelfn.DeepSpeedPlugin`.
 
     Without a configuration it reads the launcher's variables. The configuration may be changed until
@@ -297,11 +262,9 @@ class DeepSpeedPlugin(MutableRecord):
         deepspeed_config: This configuration.
     """
 
-    record: ClassVar[Any] = config.DeepSpeedPlugin
-
-    def __init__(self, *args: Any, **values: Any) -> None:
-        """Set fields, by position or by name."""
-        super().__init__(*args, **values)
+    def __post_init__(self) -> None:
+        """Set the fields that are None to their defaults, or to what follows from others."""
+        super().__post_init__()
         if self._given() is None:
             read = config.read_settings(dict(os.environ)).deepspeed_plugin
             for item in fields(self) if read is not None else ():
@@ -360,59 +323,41 @@ class DeepSpeedPlugin(MutableRecord):
         )
 
 
-class MegatronLMPlugin(MutableRecord):
+class MegatronLMPlugin(MutableRecord, record=config.MegatronLMPlugin):
     """Options of Megatron-LM, by name; see :class:`accelfn.MegatronLMPlugin`."""
 
-    record: ClassVar[Any] = config.MegatronLMPlugin
 
-
-class TorchTensorParallelConfig(MutableRecord):
+class TorchTensorParallelConfig(MutableRecord, record=config.TorchTensorParallelConfig):
     """Options of tensor parallelism."""
 
-    record: ClassVar[Any] = config.TorchTensorParallelConfig
 
-
-class TorchContextParallelConfig(MutableRecord):
+class TorchContextParallelConfig(MutableRecord, record=config.TorchContextParallelConfig):
     """Options of context parallelism."""
 
-    record: ClassVar[Any] = config.TorchContextParallelConfig
+
+def _is_shared(size: str) -> Any:
+    """Return a property: whether an axis of the mesh has more than one rank."""
+    return property(lambda sizes: getattr(sizes, size) > 1)
 
 
-class ParallelismConfig(MutableRecord):
+class ParallelismConfig(
+    MutableRecord,
+    record=config.ParallelismConfig,
+    ignored=("sp_handler",),
+    order="""
+        dp_replicate_size dp_shard_size tp_size cp_size cp_backend sp_size sp_backend tp_handler cp_handler
+        sp_handler
+    """,
+):
     """Sizes of the mesh; see :class:`accelfn.ParallelismConfig`."""
 
     __module__ = "accelerate.parallelism_config"
-    record: ClassVar[Any] = config.ParallelismConfig
-    ignored: ClassVar[tuple[str, ...]] = ("sp_handler",)
-    order: ClassVar[tuple[str, ...]] = (
-        *("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_backend", "sp_size"),
-        *("sp_backend", "tp_handler", "cp_handler", "sp_handler"),
-    )
 
-    @property
-    def tp_enabled(self) -> bool:
-        """Whether ranks share layers."""
-        return self.tp_size > 1
-
-    @property
-    def cp_enabled(self) -> bool:
-        """Whether ranks share sequences by context parallelism."""
-        return self.cp_size > 1
-
-    @property
-    def sp_enabled(self) -> bool:
-        """Whether ranks share sequences by sequence parallelism."""
-        return self.sp_size > 1
-
-    @property
-    def dp_replicate_enabled(self) -> bool:
-        """Whether ranks hold copies of the model."""
-        return self.dp_replicate_size > 1
-
-    @property
-    def dp_shard_enabled(self) -> bool:
-        """Whether ranks share the parameters of a copy."""
-        return self.dp_shard_size > 1
+    tp_enabled: ClassVar[Any] = _is_shared("tp_size")
+    cp_enabled: ClassVar[Any] = _is_shared("cp_size")
+    sp_enabled: ClassVar[Any] = _is_shared("sp_size")
+    dp_replicate_enabled: ClassVar[Any] = _is_shared("dp_replicate_size")
+    dp_shard_enabled: ClassVar[Any] = _is_shared("dp_shard_size")
 
     @property
     def total_size(self) -> int:
@@ -439,7 +384,5 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
 
-class BnbQuantizationConfig(MutableRecord):
+class BnbQuantizationConfig(MutableRecord, record=FrozenBnbQuantizationConfig):
     """Options of bitsandbytes; see :class:`accelfn.BnbQuantizationConfig`."""
-
-    record: ClassVar[Any] = FrozenBnbQuantizationConfig

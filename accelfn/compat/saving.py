@@ -15,6 +15,7 @@ from torch import nn
 import accelfn.accelerator as shim
 import accelfn.checkpoint as checkpoint
 import accelfn.comm as comm
+from accelfn.accelerator.registry import WeakRegistry
 from accelfn.accelerator.saving import run_save_hooks
 from accelfn.checkpoint.attachments import claim_folder
 from accelfn.checkpoint.commit import read_head
@@ -93,8 +94,18 @@ class LocalSaving(shim.Accelerator):
                 restore_random_states(self.context, checkpoint.load_tree(own), is_own=True)
 
     def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
+        self._number()
         tree = super()._tree(is_to_load=is_to_load)
         return tree if self.context.loading.use_stateful_dataloader else {**tree, "loaders": {}}
+
+    def _number(self) -> None:
+        """Name what was prepared by its place in the order of preparation, for checkpoints."""
+        for kind in ("model", "optimizer", "scheduler", "loader"):
+            held: WeakRegistry[Any] = getattr(self, f"{kind}s")
+            for thing in [*held]:
+                taken = {held.name_of(other) for other in held}
+                names = (f"{kind}_{number}" if number else kind for number in range(len(taken) + 1))
+                held.add(thing, held.name_of(thing) or next(name for name in names if name not in taken))
 
     def _folder_for_files(self, ctx: Context, target: Path) -> AbstractContextManager[Path]:
         """Let hooks write to the checkpoint's own directory, where programs look for their files."""

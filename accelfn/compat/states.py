@@ -2,71 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 
-import accelfn.comm as comm
+import accelfn.accelerator as shim
 from accelfn.compat.constants import DistributedType
-from accelfn.compat.current import current
+from accelfn.compat.current import CurrentAccelerator, Loop, current
 from accelfn.context import Context
 from accelfn.context.config import InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError
 
-if TYPE_CHECKING:
-    from accelfn.compat.accelerator import Accelerator
-    from accelfn.compat.loaders import DataLoaderShard
 
-T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
+class _Held:
+    """What a state holds, by name: nothing before the program's first use of it, and after a reset."""
 
-_PROCESSES = (
-    *("backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
-    "local_process_index",
-)
-_OPTIONS = (
-    *("mixed_precision", "dynamo_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"),
-    "parallelism_config",
-)
-_WINDOW = (
-    *("sync_gradients", "plugin_kwargs", "active_dataloader", "dataloader_references"),
-    *("end_of_dataloader", "remainder"),
-)
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __get__(self, state: Any, kind: type[Any]) -> dict[str, Any]:
+        view = object.__new__(kind) if state is None else state  # which needs no Accelerator
+        return {name: getattr(view, name) for name in self.names} if view.initialized else {}
 
 
-class SharedState(Mapping[str, Any]):
-    """What a state class holds, by name: nothing before the program's first use of it, and after a reset."""
-
-    _kind: type[Any]
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        """Read attributes of the class that this becomes an attribute of."""
-        self._names = names
-
-    def __set_name__(self, kind: type[Any], name: str) -> None:
-        self._kind = kind
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in [*self]:
-            raise KeyError(name)
-        return getattr(self._view, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names if self._view.initialized else ())
-
-    def __len__(self) -> int:
-        return len([*iter(self)])
-
-    @property
-    def _view(self) -> Any:
-        return object.__new__(self._kind)  # which needs no Accelerator
+def _of_context(path: str) -> Any:
+    """Return a property that is read from a state's context."""
+    read = attrgetter(path)
+    return property(lambda state: read(state.context))
 
 
-def _held(state: PartialState | GradientState) -> dict[str, Any]:
-    """Return what programs find in the ``__dict__`` of a state."""
-    return {name: getattr(state, name) for name in state._shared_state}  # pyright: ignore[reportPrivateUsage]
+def _given(name: str) -> Any:
+    """Return a property with the program's argument of that name; None without one."""
+
+    def read(state: Any) -> Any:
+        holder = current().accelerator or current().options
+        return None if holder is None else holder.given.get(name)
+
+    return property(read)
+
+
+def _of_accelerator(path: str, without: Any) -> Any:
+    """Return a property that is read from the current Accelerator; ``without`` if there is none."""
+    read = attrgetter(path)
+    return property(lambda state: without if state._accelerator is None else read(state._accelerator))
+
+
+def _of_loader(name: str, without: Any) -> Any:
+    """Return a property that is read from the innermost loader in a loop; ``without`` outside of loops."""
+    return property(lambda state: getattr(state.active_dataloader, name, without))
 
 
 class PartialState:
@@ -78,11 +63,46 @@ class PartialState:
         cpu: Use the CPU even if there is an accelerator.
         **kwargs: ``backend``, ``timeout`` and ``init_method`` of the process group, used by the first state
             of the process.
+
+    Attributes:
+        device: Device of this rank; also ``default_device``.
+        backend: Backend of the process group; None without one.
+        num_processes: Number of ranks.
+        process_index: Global rank.
+        local_process_index: Rank on this node.
+        is_main_process: Whether this is rank 0.
+        is_local_main_process: Whether this is rank 0 of its node.
+        is_last_process: Whether this is the last rank.
+        fork_launched: False: ranks are never forked.
     """
 
     __module__ = "accelerate.state"
-    _shared_state: ClassVar[Mapping[str, Any]] = SharedState(_PROCESSES)
-    __dict__ = property(_held)  # pyright: ignore[reportAssignmentType]
+    _shared_state: Any = _Held(
+        *("backend", "device", "debug", "distributed_type", "num_processes", "process_index"),
+        "local_process_index",
+    )
+    __dict__ = property(lambda state: state._shared_state)  # pyright: ignore[reportAssignmentType]
+    device: Any = _of_context("device")
+    default_device: Any = _of_context("device")
+    backend: Any = _of_context("world.backend")
+    num_processes: Any = _of_context("num_processes")
+    process_index: Any = _of_context("rank")
+    local_process_index: Any = _of_context("local_rank")
+    is_main_process: Any = _of_context("is_main_process")
+    is_local_main_process: Any = _of_context("is_local_main_process")
+    is_last_process: Any = _of_context("is_last_process")
+    fork_launched = False
+    # The shim's methods, which ask for nothing but `context`.
+    wait_for_everyone: Any = shim.Accelerator.wait_for_everyone
+    split_between_processes: Any = shim.Accelerator.split_between_processes
+    main_process_first: Any = shim.Accelerator.main_process_first
+    local_main_process_first: Any = shim.Accelerator.local_main_process_first
+    on_main_process: Any = shim.Accelerator.on_main_process
+    on_local_main_process: Any = shim.Accelerator.on_local_main_process
+    on_last_process: Any = shim.Accelerator.on_last_process
+    on_process: Any = shim.Accelerator.on_process
+    on_local_process: Any = shim.Accelerator.on_local_process
+    print: Any = shim.Accelerator.print
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         """Join the ranks, unless this process has done so."""
@@ -99,7 +119,8 @@ class PartialState:
         current().start({"cpu": cpu or None, "kwargs_handlers": [InitProcessGroupKwargs(**given)]})
 
     @property
-    def _context(self) -> Context:
+    def context(self) -> Context:
+        """The context of the world."""
         return current().start()
 
     @staticmethod
@@ -112,24 +133,9 @@ class PartialState:
         return current().is_started
 
     @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self._context.device
-
-    @property
-    def default_device(self) -> torch.device:
-        """Device of this rank."""
-        return self._context.device
-
-    @property
-    def backend(self) -> str | None:
-        """Backend of the process group; None without one."""
-        return self._context.world.backend
-
-    @property
     def debug(self) -> bool:
         """Whether every operation is checked."""
-        return self._context.debug if current().debug is None else bool(current().debug)
+        return self.context.debug if current().debug is None else bool(current().debug)
 
     @debug.setter
     def debug(self, debug: bool) -> None:
@@ -138,90 +144,12 @@ class PartialState:
     @property
     def distributed_type(self) -> Any:
         """Kind of world."""
-        return DistributedType(self._context.distributed_type.value)
-
-    @property
-    def fork_launched(self) -> bool:
-        """False: ranks are never forked."""
-        return False
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks."""
-        return self._context.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """Global rank."""
-        return self._context.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank on this node."""
-        return self._context.local_rank
+        return DistributedType(self.context.distributed_type.value)
 
     @property
     def use_distributed(self) -> bool:
         """Whether there is more than one rank."""
-        return self._context.num_processes > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self._context.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its node."""
-        return self._context.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self._context.is_last_process
-
-    def wait_for_everyone(self) -> None:
-        """Wait until all ranks are here."""
-        comm.wait_for_everyone(self._context)
-
-    @contextmanager
-    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Generator[T, None, None]:
-        """Yield this rank's part; see :func:`accelfn.split_between_processes`."""
-        yield comm.split_between_processes(self._context, inputs, apply_padding)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Let the main process go first."""
-        return comm.main_process_first(self._context)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of each node go first."""
-        return comm.local_main_process_first(self._context)
-
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run a function on the main process only."""
-        return _decorated(comm.on_main_process(self._context), function)
-
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Run a function on the first process of each node only."""
-        return _decorated(comm.on_local_main_process(self._context), function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Any:
-        """Run a function on the last rank only."""
-        return comm.on_last_process(self._context)(function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
-        """Run a function on one rank only."""
-        return _decorated(comm.on_process(self._context, process_index), function)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
-    ) -> Any:
-        """Run a function on one rank of each node only."""
-        return _decorated(comm.on_local_process(self._context, local_process_index), function)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per node."""
-        comm.print_once(self._context, *args, **kwargs)
+        return self.context.num_processes > 1
 
     def set_device(self) -> None:
         """Do nothing: the device is current since the ranks were joined."""
@@ -248,19 +176,32 @@ class PartialState:
         del state
 
 
-def _decorated(decorate: Callable[[Any], Any], function: Callable[..., Any] | None) -> Any:
-    return decorate if function is None else decorate(function)
-
-
 class AcceleratorState(PartialState):
     """The processes and the options of the current Accelerator.
+
+    Attributes:
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        deepspeed_plugin: The program's plugin, or plugins by name; None without one.
+        fsdp_plugin: The program's plugin; None without one.
+        megatron_lm_plugin: The program's plugin; None without one.
+        parallelism_config: The program's sizes of the mesh; None without one.
 
     Raises:
         ValueError: There is no Accelerator yet.
     """
 
     __module__ = "accelerate.state"
-    _shared_state: ClassVar[Mapping[str, Any]] = SharedState((*_PROCESSES, *_OPTIONS))
+    _shared_state: Any = _Held(
+        *vars(PartialState)["_shared_state"].names,
+        *("mixed_precision", "dynamo_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin"),
+        "parallelism_config",
+    )
+    mixed_precision: Any = _of_context("mixed_precision")
+    deepspeed_plugin: Any = _given("deepspeed_plugin")
+    fsdp_plugin: Any = _given("fsdp_plugin")
+    megatron_lm_plugin: Any = _given("megatron_lm_plugin")
+    parallelism_config: Any = _given("parallelism_config")
+    _dynamo_plugin: Any = _given("dynamo_plugin")
 
     def __init__(self, *args: Any, _from_accelerator: bool = False, **kwargs: Any) -> None:
         """Show the current Accelerator's options."""
@@ -272,7 +213,8 @@ class AcceleratorState(PartialState):
         del args, kwargs
 
     @property
-    def _context(self) -> Context:
+    def context(self) -> Context:
+        """The context of the Accelerator."""
         return current().context
 
     @staticmethod
@@ -285,42 +227,17 @@ class AcceleratorState(PartialState):
     @property
     def initialized(self) -> bool:
         """Whether there is an Accelerator."""
-        return current().options is not None
-
-    @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
-        return self._context.mixed_precision
-
-    @property
-    def deepspeed_plugin(self) -> Any:
-        """The program's plugin; None without one."""
-        return self._plugin("deepspeed_plugin")
-
-    @property
-    def fsdp_plugin(self) -> Any:
-        """The program's plugin; None without one."""
-        return self._plugin("fsdp_plugin")
-
-    @property
-    def megatron_lm_plugin(self) -> Any:
-        """The program's plugin; None without one."""
-        return self._plugin("megatron_lm_plugin")
-
-    @property
-    def parallelism_config(self) -> Any:
-        """The program's sizes of the mesh; None without one."""
-        return self._plugin("parallelism_config")
+        return is_initialized()
 
     @property
     def dynamo_plugin(self) -> Any:
         """Options of torch.compile."""
-        return self._plugin("dynamo_plugin") or self._context.strategy.dynamo
+        return self._dynamo_plugin or self.context.strategy.dynamo
 
     @property
     def is_fsdp2(self) -> bool:
         """Whether FSDP2 shards models."""
-        return self._context.strategy.fsdp is not None
+        return self.context.strategy.fsdp is not None
 
     @property
     def device_mesh(self) -> Any:
@@ -331,13 +248,13 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugins(self) -> Mapping[str, Any] | None:
         """The program's plugins by name; None without one."""
-        plugins = self._plugin("deepspeed_plugin")
+        plugins = self.deepspeed_plugin
         is_named = plugins is None or isinstance(plugins, Mapping)
         return cast("Any", plugins) if is_named else {"default": plugins}
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return one of several plugins by name."""
-        return self._context.strategy.deepspeed_plugins[name]
+        return self.context.strategy.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:
         """Make a plugin the active one."""
@@ -348,11 +265,6 @@ class AcceleratorState(PartialState):
     def __repr__(self) -> str:
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
-    def _plugin(self, name: str) -> Any:
-        accelerator, options = current().accelerator, current().options
-        holder = options if accelerator is None else accelerator
-        return None if holder is None else holder.given.get(name)
-
 
 class GradientState:
     """Where the current Accelerator is in its data and in its window.
@@ -360,22 +272,39 @@ class GradientState:
     Args:
         gradient_accumulation_plugin: Not used: the Accelerator has it.
         accelerator: Whose state; the current one by default.
+
+    Attributes:
+        sync_gradients: Whether the current batch closes its window.
+        num_steps: Batches in a full window.
+        end_of_dataloader: Whether the current batch is the last one of its loader.
+        remainder: Rows in the last step of the loader; -1 if that is unknown.
+        adjust_scheduler: False: a scheduler steps where its optimizer does.
+        is_xla_gradients_synced: False: gradients on XLA's devices are averaged by its engine.
     """
 
     __module__ = "accelerate.state"
-    _shared_state: ClassVar[Mapping[str, Any]] = SharedState(_WINDOW)
-    __dict__ = property(_held)  # pyright: ignore[reportAssignmentType]
-    _of: Accelerator | None = None
+    _shared_state: Any = _Held(
+        *("sync_gradients", "plugin_kwargs", "active_dataloader", "dataloader_references"),
+        *("end_of_dataloader", "remainder"),
+    )
+    __dict__ = property(lambda state: state._shared_state)  # pyright: ignore[reportAssignmentType]
+    adjust_scheduler = False
+    is_xla_gradients_synced = False
+    sync_gradients: Any = _of_accelerator("sync_gradients", True)
+    num_steps: Any = _of_accelerator("context.gradient_accumulation_steps", 1)
+    end_of_dataloader: Any = _of_loader("end_of_dataloader", False)
+    remainder: Any = _of_loader("remainder", -1)
+    _of: CurrentAccelerator | None = None
 
     def __init__(
-        self, gradient_accumulation_plugin: Any = None, *, accelerator: Accelerator | None = None
+        self, gradient_accumulation_plugin: Any = None, *, accelerator: CurrentAccelerator | None = None
     ) -> None:
         """Show the state of an Accelerator."""
         del gradient_accumulation_plugin
         self._of = accelerator
 
     @property
-    def _accelerator(self) -> Accelerator | None:
+    def _accelerator(self) -> CurrentAccelerator | None:
         return current().accelerator if self._of is None else self._of
 
     @staticmethod
@@ -387,22 +316,10 @@ class GradientState:
         """Whether there is an Accelerator."""
         return self._accelerator is not None
 
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the current batch closes its window."""
-        accelerator = self._accelerator
-        return True if accelerator is None else accelerator.sync_gradients
-
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         accelerator = self._accelerator
         if accelerator is not None:
             accelerator.sync_gradients = sync_gradients
-
-    @property
-    def num_steps(self) -> int:
-        """Batches in a full window."""
-        accelerator = self._accelerator
-        return 1 if accelerator is None else accelerator.gradient_accumulation_steps
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
@@ -411,27 +328,17 @@ class GradientState:
         return {} if accelerator is None else accelerator.context.accumulation.to_dict()
 
     @property
-    def adjust_scheduler(self) -> bool:
-        """False: a scheduler steps where its optimizer does."""
-        return False
-
-    @property
     def sync_with_dataloader(self) -> bool:
         """Whether the last batch of a loader closes its window."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
-    def is_xla_gradients_synced(self) -> bool:
-        """False: gradients on XLA's devices are averaged by its engine."""
-        return False
-
-    @property
-    def active_dataloader(self) -> DataLoaderShard[Any] | None:
+    def active_dataloader(self) -> Loop | None:
         """The innermost loader in a loop; None outside of loops."""
         return current().loops[-1] if current().loops else None
 
     @property
-    def dataloader_references(self) -> list[DataLoaderShard[Any] | None]:
+    def dataloader_references(self) -> list[Loop | None]:
         """The loaders in loops, outermost first, after None."""
         return [None, *current().loops]
 
@@ -439,18 +346,6 @@ class GradientState:
     def in_dataloader(self) -> bool:
         """Whether a loop over a prepared loader is running."""
         return bool(current().loops)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the current batch is the last one of its loader."""
-        active = self.active_dataloader
-        return active is not None and active.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Rows in the last step of the loader; -1 if that is unknown."""
-        active = self.active_dataloader
-        return -1 if active is None else active.remainder
 
     def __repr__(self) -> str:
         return (

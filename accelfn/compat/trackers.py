@@ -1,4 +1,4 @@
-"""Experiment trackers by name, and those that a program registers."""
+"""Experiment trackers by name, those that a program registers, and loggers without a context."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from typing import Any, TypeVar, cast
 import accelfn.tracking as tracking
 from accelfn.compat.current import current
 from accelfn.errors import ConfigurationError
-from accelfn.tracking import BuiltInTracker, GeneralTracker
+from accelfn.tracking import BuiltInTracker, GeneralTracker, RankLogger
+from accelfn.tracking.adapters import ADAPTERS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 LOGGER_TYPE_TO_CLASS: Mapping[str, type[BuiltInTracker]] = MappingProxyType(
-    {
-        cls.name: cls
-        for cls in (
-            *(tracking.AimTracker, tracking.CometMLTracker, tracking.MLflowTracker),
-            *(tracking.TensorBoardTracker, tracking.WandBTracker, tracking.ClearMLTracker),
-            *(tracking.DVCLiveTracker, tracking.SwanLabTracker, tracking.TrackioTracker),
-        )
-    }
+    {cls.name: cls for cls in ADAPTERS}
 )
 
 
@@ -81,3 +75,18 @@ def on_main_process(function: F) -> F:
         return function(self, *args, **kwargs)
 
     return cast("F", run)
+
+
+class CurrentRankLogger(RankLogger):
+    """A logger of the current context, if there is one when it logs."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a message on the main process, or on the ranks that the keywords select."""
+        if current().is_started:
+            self._ctx = current().context
+        super().log(level, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """Return a logger that logs on the main process only; see :func:`accelfn.get_logger`."""
+    return CurrentRankLogger(tracking.get_logger(name, log_level).logger, None)

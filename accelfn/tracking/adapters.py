@@ -20,34 +20,20 @@ from accelfn.tracking.values import as_array, as_pillow, flatten_names, read_pix
 
 
 class Table(NamedTuple):
-    """Arguments of ``log_table``.
-
-    Attributes:
-        columns: Column names; may be empty.
-        rows: Cells of each row.
-        frame: A dataframe that replaces both, or None.
-    """
+    """A table: names of the columns, which may have none, and the cells of each row."""
 
     columns: list[str]
     rows: list[list[Any]]
-    frame: Any
 
-    def spread(self) -> tuple[list[str], list[list[Any]]]:
-        """Return columns and rows, also of a dataframe."""
-        if self.frame is None:
-            return self.columns, self.rows
-        return [str(column) for column in self.frame.columns], self.frame.values.tolist()
-
-    def arguments(self, **more: Any) -> dict[str, Any]:
-        """Return arguments for ``Table`` of wandb and trackio; columns without names are numbered."""
-        if self.frame is not None:
-            return {"dataframe": self.frame}
-        width = max(map(len, self.rows), default=0)
-        return {"columns": self.columns or [str(index) for index in range(width)], "data": self.rows, **more}
+    def names(self) -> list[str]:
+        """Return the names of the columns, or their numbers."""
+        return self.columns or [str(index) for index in range(max(map(len, self.rows), default=0))]
 
 
 class BuiltInTracker(GeneralTracker):
     """Base of the built-in trackers.
+
+    A subclass defines ``_begin``, and what it supports of ``log``, ``_images`` and ``_table``.
 
     Attributes:
         modules: Modules to import, one of which is needed; by default the one with the tracker's name.
@@ -57,17 +43,16 @@ class BuiltInTracker(GeneralTracker):
 
     requires_logging_directory = False
     modules: ClassVar[tuple[str, ...]]
-    install: ClassVar[str]
+    install: ClassVar[str] = ""
     default_directory: ClassVar[str | None] = None
-    #: Name of the attribute with the package's object.
+    #: Name of the attribute with the package's object, and of its method that ends the run.
     handle: ClassVar[str] = "run"
+    end: ClassVar[str] = "finish"
 
     def __init_subclass__(cls) -> None:
-        """Set ``modules`` and ``install`` to their defaults."""
+        """Set ``modules`` to its default."""
         if "modules" not in vars(cls) and "name" in vars(cls):
             cls.modules = (cls.name,)
-        if "install" not in vars(cls) and vars(cls).get("modules"):
-            cls.install = cls.modules[0]
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
         """Store the name and the arguments; ``start`` starts the run."""
@@ -75,6 +60,19 @@ class BuiltInTracker(GeneralTracker):
         self.run_name = run_name
         self._options = kwargs
         self._skipped: set[str] = set()
+
+    def start(self) -> None:
+        """Import the package, and start the run."""
+        self._package: Any = self.load()
+        setattr(self, self.handle, self._begin(self._package))
+
+    def _begin(self, package: Any) -> object:
+        """Start the run, and return the package's object for it."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Finish the run."""
+        getattr(self.tracker, self.end)()
 
     @property
     def tracker(self) -> Any:
@@ -95,9 +93,14 @@ class BuiltInTracker(GeneralTracker):
         for name in self.modules:
             if _can_import(name):
                 return importlib.import_module(name)
-        raise MissingExtraError(
-            f"the tracker {self.name!r} needs {' or '.join(self.modules)}, which isn't installed. "
-            f"Run: pip install {self.install}"
+        raise self.missing()
+
+    @classmethod
+    def missing(cls) -> MissingExtraError:
+        """Return the error for a package that isn't installed."""
+        return MissingExtraError(
+            f"the tracker {cls.name!r} needs {' or '.join(cls.modules)}, which isn't installed. "
+            f"Run: pip install {cls.install or cls.modules[0]}"
         )
 
     def skip(self, name: str, value: object) -> None:
@@ -119,8 +122,6 @@ class BuiltInTracker(GeneralTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; ``kwargs`` are passed to the package's function or class for images."""
-        if type(self)._images is BuiltInTracker._images:
-            super().log_images(values, step, **kwargs)
         for name, images in values.items():
             self._images(name, read_pixels(images, name), step, kwargs)
 
@@ -134,16 +135,17 @@ class BuiltInTracker(GeneralTracker):
         **kwargs: Any,
     ) -> None:
         """Log a table; ``kwargs`` are passed to the package's function."""
-        if type(self)._table is BuiltInTracker._table:
-            super().log_table(table_name, columns, data, dataframe, step, **kwargs)
-        table = Table(list(columns or ()), [list(row) for row in data or ()], dataframe)
+        if dataframe is not None:
+            columns, data = [*map(str, dataframe.columns)], [*dataframe.itertuples(index=False)]
+        table = Table([*(columns or ())], [list(row) for row in data or ()])
         self._table(table_name, table, step, kwargs)
 
     def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
         """Log the images of one name."""
+        super().log_images({}, step)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        """Log a table."""
+        """Log a table, whose columns may have no names."""
 
 
 def _can_import(name: str) -> bool:
@@ -158,10 +160,10 @@ def _can_import(name: str) -> bool:
 class _ProjectTracker(BuiltInTracker):
     """Base of trackers whose package has ``init(project=...)``, like wandb."""
 
-    def start(self) -> None:
-        """Start the run."""
-        self._package = self.load()
-        self.run: Any = self._package.init(**{"project": self.run_name, **self._options})
+    run: Any
+
+    def _begin(self, package: Any) -> object:
+        return package.init(**{"project": self.run_name, **self._options})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration."""
@@ -169,26 +171,20 @@ class _ProjectTracker(BuiltInTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log JSON values and objects of the package; ``kwargs`` are passed to ``run.log``."""
-        selected: dict[str, Any] = {}
-        for name, value in values.items():
-            if self._can_log(value):
-                selected[name] = value
-            else:
-                self.skip(name, value)
+        selected = {name: value for name, value in values.items() if self._can_log(name, value)}
         self.run.log(selected, step=step, **kwargs)
 
-    def _can_log(self, value: Any) -> bool:
-        if type(value).__module__.partition(".")[0] in self.modules:
-            return True
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError):
-            return False
+    def _can_log(self, name: str, value: Any) -> bool:
+        if type(value).__module__.partition(".")[0] not in self.modules:
+            try:
+                json.dumps(value)
+            except (TypeError, ValueError):
+                self.skip(name, value)
+                return False
         return True
 
-    def finish(self) -> None:
-        """Finish the run."""
-        self.run.finish()
+    def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
+        self.run.log({name: [self._package.Image(as_array(image), **options) for image in images]}, step=step)
 
 
 class WandBTracker(_ProjectTracker):
@@ -205,12 +201,9 @@ class WandBTracker(_ProjectTracker):
         """Log the configuration."""
         self.run.config.update(values, allow_val_change=True)
 
-    def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        self.run.log({name: [self._package.Image(image.numpy(), **options) for image in images]}, step=step)
-
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        cells = table.arguments(allow_mixed_types=True)
-        self.run.log({name: self._package.Table(**cells)}, step=step, **options)
+        cells = self._package.Table(columns=table.names(), data=table.rows, allow_mixed_types=True)
+        self.run.log({name: cells}, step=step, **options)
 
 
 class TrackioTracker(_ProjectTracker):
@@ -228,7 +221,8 @@ class TrackioTracker(_ProjectTracker):
         self.run.log(numbered, step=step)
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
-        self.run.log({name: self._package.Table(**table.arguments())}, step=step, **options)
+        cells = self._package.Table(columns=table.names(), data=table.rows)
+        self.run.log({name: cells}, step=step, **options)
 
 
 class SwanLabTracker(_ProjectTracker):
@@ -241,10 +235,10 @@ class SwanLabTracker(_ProjectTracker):
 
     name = "swanlab"
 
-    def start(self) -> None:
-        """Start the run, and set the framework in its configuration."""
-        super().start()
-        self._package.config.update({"FRAMEWORK": "accelfn"})
+    def _begin(self, package: Any) -> object:
+        run = super()._begin(package)
+        package.config.update({"FRAMEWORK": "accelfn"})
+        return run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration."""
@@ -253,13 +247,9 @@ class SwanLabTracker(_ProjectTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, and texts as ``swanlab.Text``; ``kwargs`` are passed to ``run.log``."""
         selected = self.select(values, int, float, str)
-        texts = {
-            name: self._package.Text(value) for name, value in selected.items() if isinstance(value, str)
-        }
-        self.run.log({**selected, **texts}, step=step, **kwargs)
-
-    def _images(self, name: str, images: list[torch.Tensor], step: int | None, options: Any) -> None:
-        self.run.log({name: [self._package.Image(as_array(image), **options) for image in images]}, step=step)
+        text = self._package.Text
+        wrapped = {name: text(value) if isinstance(value, str) else value for name, value in selected.items()}
+        self.run.log(wrapped, step=step, **kwargs)
 
 
 class TensorBoardTracker(BuiltInTracker):
@@ -277,18 +267,18 @@ class TensorBoardTracker(BuiltInTracker):
     requires_logging_directory = True
     modules: ClassVar[tuple[str, ...]] = ("tensorboard", "tensorboardX")
     handle = "writer"
+    end = "close"
+    writer: Any
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         """Set the directory; ``start`` creates the event file."""
         super().__init__(run_name, **kwargs)
         self.logging_dir: str = os.path.join(logging_dir, run_name)
 
-    def start(self) -> None:
-        """Open the event file."""
-        package = self.load()
+    def _begin(self, package: Any) -> object:
         if package.__name__ == "tensorboard":
             package = importlib.import_module("torch.utils.tensorboard")
-        self.writer: Any = package.SummaryWriter(self.logging_dir, **self._options)
+        return package.SummaryWriter(self.logging_dir, **self._options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration as hyperparameters, and write it to ``<time>/hparams.yml``."""
@@ -334,16 +324,13 @@ class TensorBoardTracker(BuiltInTracker):
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         # As Markdown, which TensorBoard renders.
-        columns, rows = table.spread()
-        lines = [" | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (columns, *rows)]
-        lines.insert(1, " | ".join(["---"] * len(columns)))
+        lines = [
+            " | ".join(str(cell).replace("|", "\\|") for cell in row) for row in (table.columns, *table.rows)
+        ]
+        lines.insert(1, " | ".join(["---"] * len(table.columns)))
         text = "\n".join(f"| {line} |" for line in lines)
         self.writer.add_text(name, text, global_step=step, **options)
         self.writer.flush()
-
-    def finish(self) -> None:
-        """Close the event file."""
-        self.writer.close()
 
 
 class AimTracker(BuiltInTracker):
@@ -359,6 +346,8 @@ class AimTracker(BuiltInTracker):
     install = "'aim<4'"
     requires_logging_directory = True
     handle = "writer"
+    end = "close"
+    writer: Any
 
     def __init__(
         self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
@@ -367,11 +356,10 @@ class AimTracker(BuiltInTracker):
         repo = None if logging_dir is None else os.fspath(logging_dir)
         super().__init__(run_name, **{"repo": repo, **kwargs})
 
-    def start(self) -> None:
-        """Start the run."""
-        self._package = self.load()
-        self.writer: Any = self._package.Run(**self._options)
-        self.writer.name = self.run_name
+    def _begin(self, package: Any) -> object:
+        run = package.Run(**self._options)
+        run.name = self.run_name
+        return run
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration as ``run["hparams"]``."""
@@ -379,12 +367,9 @@ class AimTracker(BuiltInTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log values; ``kwargs`` are passed to ``track``."""
-        for name, value in values.items():
-            if isinstance(value, (int, float, str)):
-                tracked = self._package.Text(value) if isinstance(value, str) else value
-                self.writer.track(tracked, name=name, step=step, **kwargs)
-            else:
-                self.skip(name, value)
+        for name, value in self.select(values, int, float, str).items():
+            tracked = self._package.Text(value) if isinstance(value, str) else value
+            self.writer.track(tracked, name=name, step=step, **kwargs)
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; a value may be a pair of images and a caption.
@@ -400,10 +385,6 @@ class AimTracker(BuiltInTracker):
                 image = self._package.Image(as_pillow(pixels), **options)
                 self.writer.track(image, name=name, step=step, **(kwargs.get("track") or {}))
 
-    def finish(self) -> None:
-        """Finish the run."""
-        self.writer.close()
-
 
 class CometMLTracker(BuiltInTracker):
     """Logs to Comet.
@@ -415,12 +396,12 @@ class CometMLTracker(BuiltInTracker):
 
     name = "comet_ml"
     handle = "writer"
+    end = "end"
+    writer: Any
 
-    def start(self) -> None:
-        """Start the experiment."""
-        package = self.load()
+    def _begin(self, package: Any) -> object:
         begin = package.start if hasattr(package, "start") else package.Experiment
-        self.writer: Any = begin(**{"project_name": self.run_name, **self._options})
+        return begin(**{"project_name": self.run_name, **self._options})
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration as parameters."""
@@ -450,14 +431,7 @@ class CometMLTracker(BuiltInTracker):
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         file = name if name.endswith((".csv", ".tsv", ".json", ".md")) else f"{name}.csv"
-        cells: dict[str, Any] = {"tabular_data": table.frame}
-        if table.frame is None:
-            cells = {"tabular_data": table.rows, "headers": table.columns or False}
-        self.writer.log_table(file, **cells, **options)
-
-    def finish(self) -> None:
-        """Finish the experiment."""
-        self.writer.end()
+        self.writer.log_table(file, tabular_data=table.rows, headers=table.columns or False, **options)
 
 
 class ClearMLTracker(BuiltInTracker):
@@ -473,18 +447,17 @@ class ClearMLTracker(BuiltInTracker):
 
     name = "clearml"
     handle = "task"
+    end = "close"
+    task: Any
 
-    def start(self) -> None:
-        """Use the current task, or start one."""
-        package = self.load()
-        self.task: Any = package.Task.current_task()
-        self._is_owner = self.task is None
-        if self.task is None:
-            names = {
-                "project_name": os.environ.get("CLEARML_PROJECT") or self.run_name,
-                "task_name": os.environ.get("CLEARML_TASK") or self.run_name,
-            }
-            self.task = package.Task.init(**{**names, **self._options})
+    def _begin(self, package: Any) -> object:
+        task = package.Task.current_task()
+        self._is_owner = task is None
+        names = {
+            "project_name": os.environ.get("CLEARML_PROJECT") or self.run_name,
+            "task_name": os.environ.get("CLEARML_TASK") or self.run_name,
+        }
+        return package.Task.init(**{**names, **self._options}) if task is None else task
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration."""
@@ -512,16 +485,14 @@ class ClearMLTracker(BuiltInTracker):
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         cells = [table.columns, *table.rows] if table.columns else table.rows
-        plot = cells if table.frame is None else table.frame
         title, series = _split(name)
-        self.task.get_logger().report_table(
-            title=title, series=series, table_plot=plot, iteration=step, **options
-        )
+        logger = self.task.get_logger()
+        logger.report_table(title=title, series=series, table_plot=cells, iteration=step, **options)
 
     def finish(self) -> None:
         """Close the task if this tracker started it."""
         if self._is_owner:
-            self.task.close()
+            super().finish()
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -552,6 +523,7 @@ class DVCLiveTracker(BuiltInTracker):
 
     name = "dvclive"
     handle = "live"
+    end = "end"
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         """Store the arguments; ``start`` starts the run."""
@@ -559,9 +531,12 @@ class DVCLiveTracker(BuiltInTracker):
         self.live: Any = live
 
     def start(self) -> None:
-        """Start the run."""
+        """Start the run, unless there is one."""
         if self.live is None:
-            self.live = self.load().Live(**self._options)
+            super().start()
+
+    def _begin(self, package: Any) -> object:
+        return package.Live(**self._options)
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration as parameters."""
@@ -580,10 +555,6 @@ class DVCLiveTracker(BuiltInTracker):
             self.live.step = step
         for file, image in _numbered(name, images, "-").items():
             self.live.log_image(f"{file}.png", as_array(image), **options)
-
-    def finish(self) -> None:
-        """Finish the run."""
-        self.live.end()
 
 
 class MLflowTracker(BuiltInTracker):
@@ -626,26 +597,16 @@ class MLflowTracker(BuiltInTracker):
         self.nested_run: bool = nested in ("1", "y", "yes", "t", "true", "on") if nested else nested_run
         self.description = description
 
-    def start(self) -> None:
+    def _begin(self, package: Any) -> object:
         """Find or create the experiment, and start the run."""
-        self._package = self.load()
-        experiment = None
-        if self.experiment_name is not None:
-            existing = self._package.get_experiment_by_name(self.experiment_name)
-            experiment = (
-                existing.experiment_id
-                if existing is not None
-                else self._package.create_experiment(
-                    self.experiment_name, artifact_location=self.logging_dir, tags=self.tags
-                )
-            )
-        self.active_run: Any = self._package.start_run(
-            run_id=self.run_id,
-            experiment_id=experiment,
-            run_name=self.run_name,
-            nested=self.nested_run,
-            tags=self.tags,
-            description=self.description,
+        name, experiment = self.experiment_name, None
+        if name is not None:
+            existing = package.get_experiment_by_name(name)
+            made = {"artifact_location": self.logging_dir, "tags": self.tags}
+            experiment = existing.experiment_id if existing else package.create_experiment(name, **made)
+        options = {"nested": self.nested_run, "tags": self.tags, "description": self.description}
+        return package.start_run(
+            run_id=self.run_id, experiment_id=experiment, run_name=self.run_name, **options
         )
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -673,9 +634,7 @@ class MLflowTracker(BuiltInTracker):
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         # A JSON file; tables of the same name are appended to it.
-        cells = table.frame
-        if cells is None:
-            cells = {name: [row[index] for row in table.rows] for index, name in enumerate(table.columns)}
+        cells = {column: [row[at] for row in table.rows] for at, column in enumerate(table.columns)}
         self._package.log_table(cells, artifact_file=f"{_clean_name(name)}.json", **options)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:

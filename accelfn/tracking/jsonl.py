@@ -12,12 +12,12 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from accelfn.errors import ConfigurationError
 from accelfn.storage.address import is_address
 from accelfn.tracking.adapters import BuiltInTracker, Table
-from accelfn.tracking.values import as_pillow, plain_config, read_pixels
+from accelfn.tracking.values import as_pillow, plain_config, read_pixels, walk
 
 
 class JSONLTracker(BuiltInTracker):
@@ -92,14 +92,8 @@ class JSONLTracker(BuiltInTracker):
             os.lseek(self._file, size - 1, os.SEEK_SET)
             self._is_torn = os.read(self._file, 1) != b"\n"
         self._num_images = sum(1 for _ in self.folder.glob("images/*"))
-        self._write(
-            "start",
-            format=1,
-            project=self.project_name,
-            run=self.run_name,
-            host=socket.gethostname(),
-            process=os.getpid(),
-        )
+        names = {"project": self.project_name, "run": self.run_name, "host": socket.gethostname()}
+        self._write("start", format=1, **names, process=os.getpid())
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Log the configuration."""
@@ -131,8 +125,7 @@ class JSONLTracker(BuiltInTracker):
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         _refuse(options)
-        columns, rows = table.spread()
-        self._write("table", step=step, name=name, columns=columns, rows=plain_config({"": rows})[""])
+        self._write("table", step=step, name=name, **plain_config(table._asdict()))
 
     def finish(self) -> None:
         """Write the last line, and flush the file to disk."""
@@ -148,9 +141,8 @@ class JSONLTracker(BuiltInTracker):
             raise ConfigurationError(
                 f"jsonl: the run {self.run_name!r} is not open. Log between start and finish."
             )
-        line = json.dumps(
-            {"kind": kind, "time": time.time(), **_finite(fields)}, ensure_ascii=False, allow_nan=False
-        )
+        record = {"kind": kind, "time": time.time(), **walk(fields, _finite)}
+        line = json.dumps(record, ensure_ascii=False, allow_nan=False)
         # After an incomplete line, start a new one.
         data = (b"\n" if self._is_torn else b"") + line.encode(errors="backslashreplace") + b"\n"
         # A single write, so that a killed process leaves no partial line.
@@ -175,15 +167,12 @@ def _safe(name: str) -> str:
     return re.sub(r"^\.+", "_", re.sub(r"[^\w.\- ]", "_", name).strip()) or "_"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: Any, path: str) -> Any:
     """Replace NaN and infinity, which JSON lacks, by text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Mapping):
-        return {name: _finite(item) for name, item in cast("Mapping[str, Any]", value).items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in cast("list[Any]", value)]
-    return value
+    del path
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _refuse(kwargs: Mapping[str, Any]) -> None:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
-
-from typing_extensions import Self
+from collections.abc import Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.comm import wait_for_everyone
 from accelfn.context import Context, detect_environment
 from accelfn.context.config import LogLevel
 from accelfn.errors import ConfigurationError, MissingExtraError
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 if TYPE_CHECKING:
     _Adapter = logging.LoggerAdapter[logging.Logger]
@@ -133,31 +128,13 @@ def _rank_and_size(ctx: Context | None) -> tuple[int, int]:
     return plan.rank, plan.size
 
 
-class ProgressBar(Protocol[T_co]):
-    """A tqdm bar: iterable, and with methods such as ``update`` and ``set_postfix``."""
-
-    def __iter__(self) -> Iterator[T_co]:
-        """Iterate over the items, and update the bar."""
-        ...
-
-    def __enter__(self) -> Self:
-        """Show the bar."""
-        ...
-
-    def __exit__(self, *raised: object) -> None:
-        """Close the bar."""
-        ...
-
-    def __getattr__(self, name: str) -> Any: ...
-
-
 def tqdm(
-    iterable: Iterable[T] | None = None,
+    iterable: Iterable[Any] | None = None,
     *args: Any,
     ctx: Context | None = None,
     main_process_only: bool = True,
     **options: Any,
-) -> ProgressBar[T]:
+) -> Any:
     """Iterate with a progress bar on the main process, and without one elsewhere.
 
     Ranks: any; doesn't communicate.
@@ -168,6 +145,9 @@ def tqdm(
         main_process_only: False to show a bar on every rank.
         *args: Further arguments of ``tqdm.auto.tqdm``.
         **options: Keyword arguments of ``tqdm.auto.tqdm``.
+
+    Returns:
+        The bar of tqdm: iterable, and with methods such as ``update`` and ``set_postfix``.
 
     Raises:
         MissingExtraError: tqdm isn't installed.

@@ -60,26 +60,21 @@ def profile(
             yield profiler
         return
     path = Path(options.output_trace_dir) / f"profile_{ctx.rank}.json"
-    problems: list[Exception] = []  # raised after the block, not during a step
-    written: list[Path] = []
+    results: list[tuple[Path | None, Exception | None]] = []  # raised after the block, not during a step
 
     def on_ready(profiler: torch.profiler.profile) -> None:
         if options.on_trace_ready is not None:
             options.on_trace_ready(profiler)
-        file, error = catch(lambda: _write(profiler, path))
-        if error is not None:
-            problems.append(error)
-        elif file is not None:
-            written.append(file)
+        results.append(catch(lambda: _write(profiler, path)))
 
     with dataclasses.replace(options, on_trace_ready=on_ready).build() as profiler:
         yield profiler
-    error = problems[0] if problems else None
+    error = next((error for _, error in results if error is not None), None)
     if ctx.num_processes > 1:
         agree(ctx, Call("profile", takes_long=True), None, error)
     elif error is not None:
         raise error
-    if not written:
+    if not results:
         warnings.warn(
             f"profile: nothing was recorded, so {path} was not written. The schedule "
             f"{dict(options.schedule_option or {})} never came to its active steps: call profiler.step() "

@@ -144,17 +144,10 @@ class BlankTracker:
         """Do nothing."""
         return self
 
-    def __enter__(self) -> Self:
-        """Do nothing."""
-        return self
-
-    def __getitem__(self, key: Any) -> Self:
-        """Do nothing."""
-        return self
-
-    def __truediv__(self, name: Any) -> Self:
-        """Do nothing; for paths such as the folder of JSONLTracker."""
-        return self
+    # Also for paths, such as the folder of JSONLTracker.
+    __enter__: Any = __call__
+    __getitem__: Any = __call__
+    __truediv__: Any = __call__
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Do nothing."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import index
 from typing import Any, Literal, cast
 
@@ -109,10 +110,7 @@ def _find(
     if isinstance(item, str):
         built_in = next(tracker for tracker in _BUILT_IN if tracker.name == item)
         if not installed(built_in):
-            raise MissingExtraError(
-                f"the tracker {item!r} needs {' or '.join(built_in.modules)}, which isn't installed. Run: "
-                f"pip install {built_in.install}"
-            )
+            raise built_in.missing()
         return built_in
     cls = item if isinstance(item, type) else type(item)
     if not issubclass(cls, GeneralTracker):
@@ -126,7 +124,7 @@ def _find(
 
 @dataclass(kw_only=True, eq=False)
 class Trackers:
-    """The trackers of a run, created by :func:`init_trackers`.
+    """The trackers of a run, created by :func:`init_trackers`. Only ``failures`` and ``is_finished`` change.
 
     Attributes:
         ctx: The context.
@@ -199,28 +197,18 @@ def init_trackers(
     options = init_kwargs or {}
     _check_names("init_trackers: init_kwargs:", options, plan.names)
     values = None if config is None else plain_config(config)
-    trackers = Trackers(ctx=ctx, names=plan.names, on_error=on_error)
     if ctx.is_main_process:
         for note in plan.skipped:
             warn_caller(f'log_with="all": {note}; skipping it.')
-    for chosen in plan.chosen:
-        if ctx.is_main_process or not chosen.main_process_only:
-            _start(trackers, chosen, plan, project_name, options.get(chosen.name, {}))
+    mine = [chosen for chosen in plan.chosen if ctx.is_main_process or not chosen.main_process_only]
+    with failing_together(ctx, "init_trackers"):
+        made = [_make(chosen, plan, project_name, options.get(chosen.name, {})) for chosen in mine]
+    starting = Trackers(ctx=ctx, names=plan.names, active=(*made,), on_error=on_error)
+    started = _each(starting, "start", lambda each: each.start())
+    trackers = replace(starting, active=started)
     if values is not None:
         _each(trackers, "store_init_configuration", lambda each: each.store_init_configuration(dict(values)))
     return trackers
-
-
-def _check_step(operation: str, step: object) -> int | None:
-    """Return a step as an int or None.
-
-    Raises:
-        TypeError: The step isn't an integer.
-    """
-    try:
-        return None if step is None else index(cast("Any", step))
-    except TypeError:
-        raise TypeError(f"{operation}: step must be an integer or None, got {step!r}.") from None
 
 
 def log(
@@ -249,19 +237,17 @@ def log(
         TypeError: ``step`` isn't an integer, or ``values`` isn't a mapping.
         Exception: With ``on_error="raise"``, the exception of a tracker; ``RemoteRankError`` on other ranks.
     """
-    options = _options(trackers, "log", log_kwargs)
+    number, options = _begin(trackers, "log", step, log_kwargs)
     if not trackers.active:
         return
     if not isinstance(cast("object", values), Mapping):
         raise TypeError(f"log: values must be a mapping of names to values, got {type(values).__name__}.")
-    number = _check_step("log", step)
     numbers: dict[str, Any] = {}
 
     def read(name: str) -> None:
         numbers.update(read_numbers({name: values[name]}))
 
-    problems = [_attempt(trackers, f"value {name!r}", "log", lambda name=name: read(name)) for name in values]
-    _raise_first(trackers, "log", problems)
+    _attempt(trackers, "log", {f"value {name!r}": partial(read, name) for name in values})
     _each(trackers, "log", lambda each: each.log(dict(numbers), step=number, **options.get(each.name, {})))
 
 
@@ -290,8 +276,7 @@ def log_images(
         ConfigurationError: As :func:`log`.
         Exception: As :func:`log`.
     """
-    options = _options(trackers, "log_images", log_kwargs)
-    number = _check_step("log_images", step)
+    number, options = _begin(trackers, "log_images", step, log_kwargs)
 
     def log_one(tracker: GeneralTracker) -> None:
         tracker.log_images(dict(values), step=number, **options.get(tracker.name, {}))
@@ -338,10 +323,9 @@ def log_table(
                 f"log_table: each row of {name!r} must have {len(columns)} cells, but row {number} has "
                 f"{len(row)}."
             )
-    options = _options(trackers, "log_table", log_kwargs)
+    number, options = _begin(trackers, "log_table", step, log_kwargs)
     if not trackers.active:
         return
-    number = _check_step("log_table", step)
     rows: list[list[Any]] | None = None if given is None else read_numbers({"rows": given})["rows"]
 
     def log_one(tracker: GeneralTracker) -> None:
@@ -388,45 +372,41 @@ def get_tracker(trackers: Trackers, name: str, unwrap: bool = False) -> Any:
     return tracker.tracker if unwrap else tracker
 
 
-def _start(
-    trackers: Trackers,
+def _make(
     chosen: GeneralTracker | type[GeneralTracker],
     plan: TrackerPlan,
     project_name: str,
     options: Mapping[str, Any],
-) -> None:
-    """Create and start a tracker, and add it to the active ones."""
-    with failing_together(trackers.ctx, "init_trackers"):
-        if isinstance(chosen, GeneralTracker):
-            if options:
-                raise ConfigurationError(
-                    f"init_trackers: init_kwargs has arguments for {chosen.name!r}, which is an instance. "
-                    "Pass its class instead, or the arguments to its constructor."
-                )
-            tracker = chosen
-        else:
-            create: Any = chosen
-            if chosen.requires_logging_directory:
-                directory = plan.logging_dir or getattr(chosen, "default_directory", None)
-                options = {"logging_dir": directory, **options}
-            tracker = create(project_name, **options)
-
-    def start() -> None:
-        tracker.start()
-        trackers.active = (*trackers.active, tracker)
-
-    _raise_first(trackers, "start", [_attempt(trackers, tracker.name, "start", start)])
+) -> GeneralTracker:
+    """Return a tracker; a class is called with its arguments."""
+    if isinstance(chosen, GeneralTracker):
+        if options:
+            raise ConfigurationError(
+                f"init_trackers: init_kwargs has arguments for {chosen.name!r}, which is an instance. Pass "
+                "its class instead, or the arguments to its constructor."
+            )
+        return chosen
+    create: Any = chosen
+    if chosen.requires_logging_directory:
+        directory = plan.logging_dir or getattr(chosen, "default_directory", None)
+        options = {"logging_dir": directory, **options}
+    return create(project_name, **options)
 
 
-def _options(
-    trackers: Trackers, operation: str, log_kwargs: Mapping[str, Mapping[str, Any]] | None
-) -> Mapping[str, Mapping[str, Any]]:
+def _begin(
+    trackers: Trackers, operation: str, step: object, log_kwargs: Mapping[str, Mapping[str, Any]] | None
+) -> tuple[int | None, Mapping[str, Mapping[str, Any]]]:
+    """Return the step as a number, and the arguments by tracker; refuse what can't be logged."""
     if trackers.is_finished:
         raise ConfigurationError(
             f"{operation}: the trackers are finished. Log before finish, or start new ones."
         )
     _check_names(f"{operation}: log_kwargs:", log_kwargs or (), trackers.names)
-    return log_kwargs or {}
+    try:
+        number = None if step is None else index(cast("Any", step))
+    except TypeError:
+        raise TypeError(f"{operation}: step must be an integer or None, got {step!r}.") from None
+    return number, log_kwargs or {}
 
 
 def _check_names(where: str, given: Iterable[str], names: Sequence[str]) -> None:
@@ -439,40 +419,43 @@ def _check_names(where: str, given: Iterable[str], names: Sequence[str]) -> None
             )
 
 
-def _each(trackers: Trackers, doing: str, action: Callable[[GeneralTracker], None]) -> None:
-    """Call ``action`` with each active tracker. With ``on_error="raise"``, raise the first error last."""
-    problems = [
-        _attempt(trackers, tracker.name, doing, lambda tracker=tracker: action(tracker))
-        for tracker in trackers.active
-    ]
-    _raise_first(trackers, doing, problems)
+def _each(
+    trackers: Trackers, doing: str, action: Callable[[GeneralTracker], None]
+) -> tuple[GeneralTracker, ...]:
+    """Call ``action`` with each active tracker, as :func:`_attempt`. Return those that didn't fail."""
+    failed = _attempt(trackers, doing, {each.name: partial(action, each) for each in trackers.active})
+    return tuple(each for each in trackers.active if each.name not in failed)
 
 
-def _attempt(trackers: Trackers, name: str, doing: str, action: Callable[[], None]) -> Exception | None:
-    """Call ``action``. Return an exception to raise; otherwise count the failure, and warn of the first."""
-    _, error = catch(action)
-    if error is None:
-        return None
-    trackers.failures[name] = trackers.failures.get(name, 0) + 1
-    # Errors of the caller, unlike those of the network.
-    is_mistake = doing == "start" and isinstance(error, (ConfigurationError, MissingExtraError))
-    if trackers.on_error == "raise" or is_mistake:
-        return error
-    if trackers.failures[name] == 1:
-        what, effect = f"the tracker {name!r}", "values may be missing in it"
-        if doing == "start":
-            effect = "the run continues without it"
-        elif name not in trackers.names:
-            what, effect = f"the {name}", "it is skipped"
-        warn_caller(
-            f"{what} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}; {effect} (warned "
-            'once). Pass on_error="raise" to stop the run instead.'
-        )
-    return None
+def _attempt(trackers: Trackers, doing: str, actions: Mapping[str, Callable[[], None]]) -> list[str]:
+    """Call actions of trackers, or of values, by name. Return the names of those that failed.
 
-
-def _raise_first(trackers: Trackers, doing: str, problems: Sequence[Exception | None]) -> None:
-    for error in problems:
-        if error is not None:
-            with failing_together(trackers.ctx, f"tracker.{doing}"):
-                raise error
+    A failure is counted, and the first of each is warned of; with ``on_error="raise"`` the first of all is
+    raised, when all actions have been called.
+    """
+    failed: list[str] = []
+    problems: list[Exception] = []
+    for name, action in actions.items():
+        _, error = catch(action)
+        if error is None:
+            continue
+        failed.append(name)
+        trackers.failures[name] = trackers.failures.get(name, 0) + 1
+        # Errors of the caller, unlike those of the network.
+        is_mistake = doing == "start" and isinstance(error, (ConfigurationError, MissingExtraError))
+        if trackers.on_error == "raise" or is_mistake:
+            problems.append(error)
+        elif trackers.failures[name] == 1:
+            what, effect = f"the tracker {name!r}", "values may be missing in it"
+            if doing == "start":
+                effect = "the run continues without it"
+            elif name not in trackers.names:
+                what, effect = f"the {name}", "it is skipped"
+            warn_caller(
+                f"{what} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}; {effect} "
+                '(warned once). Pass on_error="raise" to stop the run instead.'
+            )
+    if problems:
+        with failing_together(trackers.ctx, f"tracker.{doing}"):
+            raise problems[0]
+    return failed

@@ -6,9 +6,7 @@ import argparse
 import dataclasses
 import enum
 import importlib
-import os
-import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
@@ -36,16 +34,29 @@ def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     >>> read_numbers({"loss": torch.tensor(0.5), "by_layer": [torch.ones(1), torch.zeros(2)], "lr": 1e-3})
     {'loss': 0.5, 'by_layer': [1.0, [0.0, 0.0]], 'lr': 0.001}
     """
-    return {str(name): _read(value, str(name)) for name, value in values.items()}
+    return walk(values, _read)
+
+
+def walk(value: Any, convert: Callable[[Any, str], Any], path: str = "") -> Any:
+    """Return mappings and lists with every other value inside them converted.
+
+    Args:
+        value: The value.
+        convert: Takes a value and its path, whose names are joined by ``/``.
+        path: Name of the value.
+    """
+    at = f"{path}/" if path else ""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(name): walk(item, convert, f"{at}{name}") for name, item in items}
+    if isinstance(value, (list, tuple)):
+        return [
+            walk(item, convert, f"{at}{index}") for index, item in enumerate(cast("Sequence[Any]", value))
+        ]
+    return convert(value, path)
 
 
 def _read(value: Any, path: str) -> Any:
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {str(name): _read(item, f"{path}/{name}") for name, item in items}
-    if isinstance(value, (list, tuple)):
-        items = enumerate(cast("Sequence[Any]", value))
-        return [_read(item, f"{path}/{index}") for index, item in items]
     if isinstance(value, torch.Tensor):
         if is_dtensor(value) and not all(each.is_replicate() for each in cast("Any", value).placements):
             raise NotAvailableError(
@@ -73,7 +84,7 @@ def plain_config(config: object) -> dict[str, Any]:
     >>> plain_config({"dtype": torch.bfloat16, "sizes": (64, 10), "seed": None})
     {'dtype': 'torch.bfloat16', 'sizes': [64, 10], 'seed': None}
     """
-    plain = _plain(config)
+    plain = walk(config, _plain)
     if not isinstance(plain, dict):
         raise TypeError(
             f"config must be a mapping, a dataclass or an argparse.Namespace, got {type(config).__name__}."
@@ -81,26 +92,22 @@ def plain_config(config: object) -> dict[str, Any]:
     return cast("dict[str, Any]", plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, path: str) -> Any:
     if isinstance(value, enum.Enum):
-        return _plain(value.value)
+        return walk(value.value, _plain, path)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, argparse.Namespace):
-        value = vars(value)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        items = cast("Mapping[object, object]", value).items()
-        return {str(name): _plain(item) for name, item in items}
+        return walk(vars(value), _plain, path)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return walk(held, _plain, path)
     if isinstance(value, AbstractSet):
-        return sorted(map(_plain, cast("AbstractSet[Any]", value)), key=str)
+        return sorted(walk([*cast("AbstractSet[Any]", value)], _plain, path), key=str)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [_plain(item) for item in cast("Sequence[Any]", value)]
-    converted = _read(value, "config")
-    if converted is not value:
-        return converted
-    return os.fspath(value) if isinstance(value, pathlib.PurePath) else str(cast("object", value))
+        return walk([*cast("Sequence[Any]", value)], _plain, path)
+    converted = _read(value, path)
+    return str(cast("object", value)) if converted is value else converted
 
 
 def flatten_names(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

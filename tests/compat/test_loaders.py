@@ -23,13 +23,9 @@ from torch.utils.data import (
 
 import accelfn as af
 from accelfn.compat.accelerator import Accelerator
-from accelfn.compat.loaders import (
-    BatchSamplerShard,
-    SeedableRandomSampler,
-    prepare_data_loader,
-    prepare_loader,
-)
+from accelfn.compat.loaders import prepare_data_loader, prepare_loader
 from accelfn.compat.records import DataLoaderConfiguration
+from accelfn.compat.shards import BatchSamplerShard, IterableDatasetShard, SeedableRandomSampler
 from accelfn.compat.states import GradientState
 from accelfn.errors import ConfigurationError, MismatchError
 
@@ -258,3 +254,47 @@ def test_ranks_whose_fixed_orders_differ_are_told_when_they_prepare() -> None:
             prepare_loader(None, ctx, Loader(list(range(8 + 2 * ctx.rank))))
 
     af.testing.run_ranks(run, 2)
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.number))
+
+
+@pytest.mark.slow
+@given(
+    number=st.integers(0, 30),
+    rows=st.integers(1, 4),
+    size=st.integers(1, 4),
+    drop_last=st.booleans(),
+    split=st.booleans(),
+)
+def test_samples_are_the_peers(
+    peer: Any, number: int, rows: int, size: int, drop_last: bool, split: bool
+) -> None:
+    batch = rows * size if split else rows
+    for rank in range(size):
+        arguments = (Stream(number), batch, drop_last, size, rank, split)
+        own = IterableDatasetShard(*arguments)
+        samples = [*own]
+        assert samples == [*peer.data_loader.IterableDatasetShard(*arguments)]
+        assert len(samples) == len(own)
+
+
+def test_the_last_round_of_a_stream_begins_again_and_the_epoch_is_passed_on() -> None:
+    read = [[*IterableDatasetShard(Stream(5), 2, False, 2, rank)] for rank in range(2)]
+    assert read == [[0, 1, 4, 0], [2, 3, 1, 2]]
+    IterableDatasetShard(stream := Stream(3)).set_epoch(4)
+    assert stream.epoch == 4
+    with pytest.raises(ConfigurationError, match="batch_size=3 can't be split into parts for 2 processes"):
+        IterableDatasetShard(Stream(4), 3, num_processes=2, split_batches=True)

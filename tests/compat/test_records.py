@@ -32,7 +32,6 @@ def test_fields_and_their_order_are_the_peers(peer: Any) -> None:
         own = [field.name for field in dataclasses.fields(record.record)]
         assert set(theirs) <= {*own, *record.ignored}
         if record.__name__ != "MegatronLMPlugin":  # of 80 fields, which nobody passes by position
-            assert [*(record.order or own)][: len(theirs)] == theirs
             assert [*dataclasses.asdict(record())][: len(theirs)] == theirs
 
 
@@ -84,11 +83,11 @@ def test_none_is_the_default_and_fields_can_be_set_afterwards() -> None:
 
 
 def test_what_cant_be_a_record() -> None:
-    with pytest.raises(TypeError, match="unknown field nothing"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nothing'"):
         DataLoaderConfiguration(nothing=1)
-    with pytest.raises(TypeError, match="two values for split_batches"):
+    with pytest.raises(TypeError, match="multiple values for argument 'split_batches'"):
         DataLoaderConfiguration(True, split_batches=True)
-    with pytest.raises(TypeError, match="at most 6 arguments, got 7"):
+    with pytest.raises(TypeError, match="takes from 1 to 7 positional arguments but 8"):
         ProjectConfiguration(*"1234567")
     config = DataLoaderConfiguration()
     config.split_batches = "often"  # refused when the record is used
@@ -128,7 +127,7 @@ def test_a_project_has_its_logs_in_its_directory() -> None:
 
 def test_records_say_what_they_hold() -> None:
     assert repr(records.AutocastKwargs(False)) == "AutocastKwargs(enabled=False, cache_enabled=None)"
-    with pytest.raises(AttributeError, match="has no field 'colour'"):
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = records.AutocastKwargs().colour
     with pytest.raises(TypeError, match="unhashable"):
         hash(records.AutocastKwargs())

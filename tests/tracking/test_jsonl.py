@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -68,6 +69,15 @@ def test_the_lines_of_a_whole_run(tmp_path: Path) -> None:
         },
         {"kind": "finish"},
     ]
+
+
+def test_a_dataframe_is_logged_by_rows(tmp_path: Path) -> None:
+    frame = Mock(columns=["a", 1], itertuples=Mock(return_value=iter([(1, 0.5), (2, math.nan)])))
+    tracker = started(tmp_path)
+    tracker.log_table("rows", dataframe=frame)
+    frame.itertuples.assert_called_once_with(index=False)
+    line = lines(tracker.folder)[-1]
+    assert (line["columns"], line["rows"]) == (["a", "1"], [[1, 0.5], [2, "NaN"]])
 
 
 @given(

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -13,7 +13,6 @@ import accelfn as af
 from accelfn import Context, get_logger, tqdm
 from accelfn.errors import ConfigurationError, EnvironmentPlanError, MissingExtraError
 from accelfn.testing import run_ranks
-from accelfn.tracking import ProgressBar
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -188,9 +187,9 @@ def test_without_a_context_the_launcher_decides_who_shows_the_bar() -> None:
     bar: Any = tqdm(range(1), main_process_only=False)
     assert not bar.disable
     bar.close()
-    hidden = cast("Any", tqdm(total=5, disable=False))
+    hidden = tqdm(total=5, disable=False)
     assert hidden.disable  # asked not to be disabled, but not the main process
-    with cast("ProgressBar[int]", tqdm(total=2)) as counted:
+    with tqdm(total=2) as counted:
         counted.update(2)
         counted.set_description("x")
         counted.set_postfix(loss=0.5)

@@ -9,9 +9,10 @@ import enum
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import Mock, call
 
 import numpy
 import pytest
@@ -71,15 +72,8 @@ class Memory(GeneralTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         self.note("images", list(values), step)
 
-    def log_table(
-        self,
-        table_name: str,
-        columns: Any = None,
-        data: Any = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def log_table(self, table_name: str, *given: Any, **kwargs: Any) -> None:
+        columns, data, _, step = given
         self.note("table", table_name, columns, data, step)
 
     def finish(self) -> None:
@@ -121,6 +115,8 @@ def test_an_instance_is_taken_as_it_is_and_gets_every_call_in_order() -> None:
     log_table(trackers, "rows", ["a", "b"], [[1, torch.tensor(2)]], step=4)
     finish(trackers)
     finish(trackers)
+    with pytest.raises(ConfigurationError, match="log: the trackers are finished"):
+        log(trackers, {"a": 1})
     assert memory.calls == [
         ("built", "mine", {"color": "red"}),
         ("start",),
@@ -207,13 +203,6 @@ def test_a_rank_where_no_tracker_acts_does_not_touch_the_values() -> None:
     run_ranks(run, 2)
 
 
-def test_logging_after_the_end_is_an_error() -> None:
-    trackers = init_trackers(Context(), "project", log_with=Memory)
-    finish(trackers)
-    with pytest.raises(ConfigurationError, match="log: the trackers are finished"):
-        log(trackers, {"a": 1})
-
-
 def test_a_stand_in_takes_what_runs_of_packages_take_beside_calls() -> None:
     blank = BlankTracker("wandb")
     run = blank.tracker
@@ -244,6 +233,8 @@ def test_all_means_what_is_installed_and_skips_with_a_note_what_lacks_a_director
     assert names("all", "runs", there) == ("jsonl", "aim", "tensorboard", "wandb")
     mixed = names(["all", "wandb", Memory()], "runs", there)
     assert mixed == ("wandb", "memory", "jsonl", "aim", "tensorboard")
+    mine: Any = type("Mine", (Memory,), {"name": "wandb"})  # a class with the name of a built-in one
+    assert plan_trackers(["all", mine], installed=lambda one: one.name == "wandb").chosen == (mine,)
 
 
 def test_notes_on_all_are_printed_once_on_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,11 +245,6 @@ def test_notes_on_all_are_printed_once_on_the_main_process(monkeypatch: pytest.M
     with pytest.warns(UserWarning, match='log_with="all": aim writes') as caught:
         run_ranks(lambda ctx: init_trackers(ctx, "project").names, 2)
     assert len(caught) == 1
-
-
-def test_a_class_of_a_built_in_name_takes_its_place_under_all() -> None:
-    mine: Any = type("Mine", (Memory,), {"name": "wandb"})
-    assert plan_trackers(["all", mine], installed=lambda one: one.name == "wandb").chosen == (mine,)
 
 
 @pytest.mark.parametrize(
@@ -516,21 +502,13 @@ def test_mlflow_tags_are_json() -> None:
 
 
 def test_dvclive_takes_one_that_is_there() -> None:
-    calls: list[Any] = []
-
-    class Live:
-        step = -1
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            def call(*given: object) -> None:
-                calls.append((name, *given))
-
-            return call
-
-    trackers = init_trackers(Context(), "digits", log_with=DVCLiveTracker(live=Live()), on_error="raise")
+    live = Mock()
+    trackers = init_trackers(Context(), "digits", log_with=DVCLiveTracker(live=live), on_error="raise")
     log(trackers, {"loss": 0.5, "x": {"y": "z"}}, step=4)
     finish(trackers)
-    assert calls == [("log_metric", "loss", 0.5), ("log_metric", "x/y", "z"), ("next_step",), ("end",)]
+    assert live.step == 4
+    metrics = [call.log_metric("loss", 0.5), call.log_metric("x/y", "z")]
+    assert live.mock_calls == [*metrics, call.next_step(), call.end()]
 
 
 def test_a_package_that_is_gone_when_it_is_needed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
