@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
@@ -29,7 +30,7 @@ def run(options: argparse.Namespace) -> int:
     return _ACTIONS[options.action](options, os.environ)
 
 
-def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
+def default_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
     """Return the values that ``accelfn config default`` writes. Pure.
 
     >>> default_values(Machine(devices=4), "bf16")
@@ -38,7 +39,7 @@ def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
     {'cpu': True, 'mixed_precision': 'no', 'num_processes': 1}
     """
     devices = machine.devices or 0
-    hardware: dict[str, object] = {"multi_gpu": True} if devices > 1 else {} if devices else {"cpu": True}
+    hardware: dict[str, Any] = {"multi_gpu": True} if devices > 1 else {} if devices else {"cpu": True}
     return {**hardware, "mixed_precision": mixed_precision, "num_processes": max(1, devices)}
 
 

@@ -18,7 +18,8 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.command_line import CommandParser, Parsed, late_flags, launch_parser, parse_flags
 from accelfn.launch.config.accelerate import read_any_config
 from accelfn.launch.config.files import ConfigFile, find_config_file
-from accelfn.launch.config.options import FILE, OPTIONS, Option, read_value
+from accelfn.launch.config.kinds import FILE
+from accelfn.launch.config.options import OPTIONS, Option, read_value
 from accelfn.launch.config.record import is_active
 from accelfn.launch.config.resolve import Resolved, resolve
 from accelfn.launch.output import print_origins
@@ -26,7 +27,6 @@ from accelfn.launch.plan.choose import plan_launch
 from accelfn.launch.plan.commands import LOOPBACK, LaunchPlan, Script, format_plan
 from accelfn.launch.plan.machine import read_machine
 from accelfn.launch.plan.platforms import read_mpi, read_step
-from accelfn.launch.plan.sagemaker import plan_sagemaker
 
 
 def make_parser() -> CommandParser:
@@ -105,6 +105,8 @@ def run(parsed: Parsed) -> int:
 
 
 def _print_sagemaker(resolved: Resolved, script: Script, *, dry_run: bool) -> int:
+    from accelfn.launch.plan.sagemaker import plan_sagemaker  # no other launch needs it
+
     config = resolved.config
     files = (config.sagemaker_inputs_file, config.sagemaker_metrics_file)
     inputs, metrics = (None if path is None else Path(path).read_text(encoding="utf-8") for path in files)

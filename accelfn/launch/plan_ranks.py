@@ -290,11 +290,11 @@ def _configured(path: str) -> tuple[ContextOptions, int | None]:
     from accelfn.context.options import merge_settings
     from accelfn.launch.config import resolve
     from accelfn.launch.launch import load_config
-    from accelfn.launch.plan.choose import plan_variables
+    from accelfn.launch.plan.choose import machine_variables
     from accelfn.launch.plan.machine import Machine
 
     resolved = resolve({}, {}, load_config(path, os.environ))
-    asked = merge_settings({}, read_settings(plan_variables(resolved, Machine(), {}, 1)))
+    asked = merge_settings({}, read_settings(machine_variables(resolved, Machine(), {}, 1)))
     asked.pop("cpu", None)
     mesh = asked.get("parallelism_config")
     return asked, resolved.config.num_processes or (None if mesh is None else mesh.total_size)

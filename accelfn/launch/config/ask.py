@@ -13,7 +13,7 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config.files import read_config
-from accelfn.launch.config.options import FILE
+from accelfn.launch.config.kinds import FILE
 from accelfn.launch.config.questions import (
     Answers,
     Question,
@@ -30,7 +30,7 @@ from accelfn.launch.plan.machine import Machine
 Ask = Callable[[Question, tuple[str, ...], object], str]
 
 
-def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
+def ask_values(path: str, machine: Machine) -> Mapping[str, Any] | None:
     """Ask all questions on the terminal.
 
     Args:
@@ -52,7 +52,7 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
         )
     questionary = _load_questionary()
     _check_writable(path)
-    saved: Mapping[str, object] = MappingProxyType({})
+    saved: Mapping[str, Any] = MappingProxyType({})
     if os.path.exists(path):
         try:
             saved = read_config(path).values
@@ -179,9 +179,7 @@ def _ask(questionary: Any, question: Question, few: tuple[str, ...], default: ob
         # The shortcut of a choice is its digit if all choices are digits, else its position.
         are_digits = all(len(choice) == 1 and choice.isdecimal() for choice in few)
         choices = [
-            questionary.Choice(
-                question.title(choice), value=choice, shortcut_key=choice if are_digits else True
-            )
+            questionary.Choice(choice, value=choice, shortcut_key=choice if are_digits else True)
             for choice in few
         ]
         return questionary.select(

@@ -5,24 +5,23 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.options import OPTIONS, RENAMED, SECTIONS, Option, read_entry, suggest
+from accelfn.launch.config.accelerate_names import FILE_SECTIONS, RENAMED
+from accelfn.launch.config.kinds import suggest
+from accelfn.launch.config.options import OPTIONS, SECTIONS, Option, read_entry
 from accelfn.launch.config.record import LaunchConfig, changed_values
 
 #: The version of the file format.
 CONFIG_VERSION = 1
 
 # Top-level keys that only config files of Accelerate have.
-_ACCELERATE_KEYS = (
-    *("distributed_type", "deepspeed_config", "fsdp_config", "megatron_lm_config", "mpirun_config"),
-)
+_ACCELERATE_KEYS = ("distributed_type", *FILE_SECTIONS)
 # YAML's null.
 NULLS = ("", "~", "null", "Null", "NULL")
 
@@ -39,7 +38,7 @@ class ConfigFile:
     """
 
     path: str
-    values: Mapping[str, object]
+    values: Mapping[str, Any]
     lines: Mapping[str, str]
     notes: tuple[str, ...] = ()
 
@@ -133,50 +132,34 @@ def parse_config(text: str, path: str) -> ConfigFile:
         ConfigurationError: As :func:`read_config`.
         MissingExtraError: As :func:`read_config`.
     """
-    tree = read_tree(text, path)
-    if is_of_accelerate(tree):
+    document = read_document(text, path)
+    if is_of_accelerate(document.tree):
         raise ConfigurationError(
             f"{path} is a config file of Accelerate. Import it with: accelfn config import {path}"
         )
-    _check_version(tree.pop("config_version", "1"), path)
+    _check_version(document.tree.pop("config_version", "1"), path)
     by_path = {option.path: option for option in OPTIONS.values()}
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     lines: dict[str, str] = {}
-    for keys, value in _flatten(tree, path):
-        line = find_line(text, keys)
-        where = f"{path}, {line}" if line else path
+    for keys, value in document.entries(SECTIONS):
         key = ".".join(keys)
-        option = by_path.get(key)
-        if option is None:
-            raise ConfigurationError(f"{where}: unknown key {key!r}.{_hint(key, by_path, path)}")
+        if key not in by_path:
+            raise ConfigurationError(
+                f"{document.where(keys)}: unknown key {key!r}.{_hint(key, by_path, path)}"
+            )
         if value in NULLS or value == []:
             continue
         try:
-            name, values[name] = read_entry(option, join_items(option, value))
+            name, values[name] = read_entry(by_path[key], join_items(by_path[key], value))
         except ValueError as error:
-            raise ConfigurationError(f"{where}: {key}: {error}") from None
-        lines[name] = line
+            raise ConfigurationError(f"{document.where(keys)}: {key}: {error}") from None
+        lines[name] = document.lines.get(keys, "")
     return ConfigFile(path=path, values=MappingProxyType(values), lines=MappingProxyType(lines))
 
 
 def is_of_accelerate(tree: Mapping[str, Any]) -> bool:
     """Return whether this is a config file of Accelerate. Pure."""
-    return "config_version" not in tree and any(key in tree for key in _ACCELERATE_KEYS)
-
-
-def find_line(text: str, keys: tuple[str, ...]) -> str:
-    r"""Find the line of a key in a config file; "" if no line begins with it. Pure.
-
-    >>> find_line("cpu: no\nfsdp:\n  version: 2", ("fsdp", "version"))
-    'line 3'
-    """
-    start = 0
-    for key in keys:
-        match = re.compile(rf"^[\s{{\"']*{re.escape(key)}[\"']?\s*:", re.MULTILINE).search(text, start)
-        if match is None:
-            return ""
-        start = match.end()
-    return f"line {text.count(chr(10), 0, start) + 1}"
+    return "config_version" not in tree and not tree.keys().isdisjoint(_ACCELERATE_KEYS)
 
 
 def join_items(option: Option, value: object) -> str:
@@ -202,18 +185,6 @@ def _check_version(version: object, path: str) -> None:
         )
 
 
-def _flatten(tree: Mapping[str, Any], path: str) -> list[tuple[tuple[str, ...], object]]:
-    entries: list[tuple[tuple[str, ...], object]] = []
-    for key, value in tree.items():
-        if key not in SECTIONS:
-            entries.append(((key,), value))
-        elif isinstance(value, dict):
-            entries += [((key, inner), entry) for inner, entry in cast("dict[str, object]", value).items()]
-        elif value not in NULLS:
-            raise ConfigurationError(f"{path}: {key} must be a section.")
-    return entries
-
-
 def _hint(key: str, by_path: Mapping[str, Option], path: str) -> str:
     if key in _ACCELERATE_KEYS:
         return f" It is a key of Accelerate. Import its config file with: accelfn config import {path}"
@@ -227,7 +198,39 @@ def _hint(key: str, by_path: Mapping[str, Option], path: str) -> str:
     return f" Did you mean {inner} in the section {section}?" if dot else f" Did you mean {inner}?"
 
 
+class Document(NamedTuple):
+    """The content of a YAML or JSON file."""
+
+    path: str
+    tree: dict[str, Any]
+    lines: Mapping[tuple[str, ...], str]  # of each key, such as "line 3"; empty for JSON
+
+    def where(self, keys: tuple[str, ...]) -> str:
+        """Return the place of a key, for messages."""
+        return ", ".join(filter(None, (self.path, self.lines.get(keys))))
+
+    def entries(self, sections: Collection[str]) -> Iterator[tuple[tuple[str, ...], object]]:
+        """Yield keys and values, of a section those in it.
+
+        Raises:
+            ConfigurationError: The value of a section isn't a mapping.
+        """
+        for key, value in self.tree.items():
+            if key not in sections:
+                yield (key,), value
+            elif isinstance(value, dict):
+                for inner, entry in cast("dict[str, object]", value).items():
+                    yield (key, str(inner)), entry
+            elif value not in NULLS:
+                raise ConfigurationError(f"{self.where((key,))}: {key} must be a section.")
+
+
 def read_tree(text: str, path: str, *, typed: bool = False) -> dict[str, Any]:
+    """Parse YAML or JSON into mappings, lists and scalars; as :func:`read_document`. Pure."""
+    return read_document(text, path, typed=typed).tree
+
+
+def read_document(text: str, path: str, *, typed: bool = False) -> Document:
     """Parse YAML or JSON into mappings, lists and scalars. Pure.
 
     Args:
@@ -239,15 +242,20 @@ def read_tree(text: str, path: str, *, typed: bool = False) -> dict[str, Any]:
         ConfigurationError: It is invalid, isn't a mapping, or repeats a key.
         MissingExtraError: It is YAML, and PyYAML isn't installed.
     """
+    lines: dict[tuple[str, ...], str] = {}
     try:
-        tree = _read_json(text, path, typed) if path.endswith(".json") else _read_yaml(text, path, typed)
+        if path.endswith(".json"):
+            tree = _read_json(text, path, typed)
+        else:
+            tree, lines = _read_yaml(text, path, typed)
     except RecursionError:
         raise ConfigurationError(
             f"{path} is nested too deeply. A config file has sections with keys."
         ) from None
     if not isinstance(tree, dict):
         raise ConfigurationError(f"{path} must be a mapping of keys to values.")
-    return {str(key): value for key, value in cast("dict[Any, Any]", tree).items()}
+    named = {str(key): value for key, value in cast("dict[Any, Any]", tree).items()}
+    return Document(path, named, lines)
 
 
 def _read_json(text: str, path: str, typed: bool) -> object:
@@ -260,35 +268,22 @@ def _read_json(text: str, path: str, typed: bool) -> object:
 
     try:
         tree = json.loads(text)
-        return tree if typed else as_text(tree)
     except ValueError as error:
         raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
+    return tree if typed else as_text(tree)
 
 
-def _read_yaml(text: str, path: str, typed: bool) -> object:
+def _read_yaml(text: str, path: str, typed: bool) -> tuple[object, dict[tuple[str, ...], str]]:
     yaml = load_yaml(path)
-    base: Any = yaml.SafeLoader if typed else yaml.BaseLoader
-
-    class Loader(base):
-        """Refuses repeated keys, which YAML accepts silently, and aliases."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                line = self.peek_event().start_mark.line + 1
-                raise ConfigurationError(f"{path}, line {line}: aliases (*name) aren't supported.")
-            return base.compose_node(self, parent, index)
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if str(key.value) in seen:
-                    line = key.start_mark.line + 1
-                    raise ConfigurationError(f"{path}, line {line}: repeated key {key.value!r}. Remove one.")
-                seen.add(str(key.value))
-            return base.construct_mapping(self, node, deep=deep)
-
+    kind: Any = yaml.SafeLoader if typed else yaml.BaseLoader
     try:
-        tree: object = yaml.load(text, Loader)
+        for event in yaml.parse(text, kind):
+            if isinstance(event, yaml.AliasEvent):
+                line = event.start_mark.line + 1
+                raise ConfigurationError(f"{path}, line {line}: aliases (*name) aren't supported.")
+        loader = kind(text)
+        root = loader.get_single_node()
+        return {} if root is None else loader.construct_document(root), _find_lines(root, path)
     except ConfigurationError:
         raise
     except (yaml.YAMLError, ValueError) as error:
@@ -296,7 +291,22 @@ def _read_yaml(text: str, path: str, typed: bool) -> object:
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(f"{path}{where}: not valid YAML: {problem}.") from error
-    return {} if tree is None or tree == "" else tree
+
+
+def _find_lines(node: Any, path: str, above: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
+    """Return the line of each key below a node of YAML, and refuse repeated keys, which YAML accepts."""
+    lines: dict[tuple[str, ...], str] = {}
+    inner: Any = None if node is None else node.value
+    for item in cast("list[Any]", inner) if isinstance(inner, list) else ():
+        if not isinstance(item, tuple):
+            lines |= _find_lines(item, path, (*above, ""))
+            continue
+        key, value = cast("tuple[Any, Any]", item)
+        keys, line = (*above, str(key.value)), f"line {key.start_mark.line + 1}"
+        if keys in lines:
+            raise ConfigurationError(f"{path}, {line}: repeated key {key.value!r}. Remove one.")
+        lines |= {keys: line, **_find_lines(value, path, keys)}
+    return lines
 
 
 def load_yaml(path: str) -> Any:
@@ -336,7 +346,7 @@ def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None 
         if value is None:
             continue
         section = tree.setdefault(option.section.name, {}) if option.section.name else tree
-        section[option.key] = [*value] if option.kind.has_items else value
+        section[option.key] = [*value] if isinstance(value, tuple) else value
     return format_tree(tree, path)
 
 

@@ -1,193 +1,44 @@
-"""The table of launch options. Flags, variables, config keys, questions and the reference come from it.
+"""The table of launch options, from which flags, variables, config keys, help and questions come.
 
-Each row is an option: name, kind of value, default and help. A :class:`Kind` describes what it accepts, so
-that help, errors and documentation agree.
+A field has its type, its section, its kind of value, its help and, unless that is None, its default.
+:class:`~accelfn.launch.config.record.LaunchConfig` is the record of them with their checks.
 """
 
+# ruff: noqa: RUF009 -- the calls in the record are its fields
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, overload
 
-_TRUE = ("y", "yes", "t", "true", "on", "1")
-_FALSE = ("n", "no", "f", "false", "off", "0")
-_N = TypeVar("_N", int, float)
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How a value is written as text.
-
-    Attributes:
-        accepts: A description of the accepted values.
-        read: Parses a text; raises ``ValueError`` if it is invalid.
-        metavar: Placeholder for the value in the help.
-        choices: The allowed texts; empty if any text that ``read`` parses is allowed.
-        is_bool: Whether a flag of this kind needs no value and has a ``--no_`` form.
-        separator: Separator of items. If it is a line break, the flag may be repeated.
-    """
-
-    accepts: str
-    read: Callable[[str], object]
-    metavar: str
-    choices: tuple[str, ...] = ()
-    is_bool: bool = False
-    separator: str = ","
-
-    @property
-    def has_items(self) -> bool:
-        """Whether a value is a tuple."""
-        return self in (NAMES, TEXTS, FLAGS_3)
-
-    @property
-    def repeats(self) -> bool:
-        """Whether the flag may be repeated, with one item each time."""
-        return self.separator == "\n"
-
-    def can_read(self, text: str) -> bool:
-        """Return whether a text is valid for this kind."""
-        try:
-            self.read(text)
-        except ValueError:
-            return False
-        return True
-
-    def write(self, value: object) -> str:
-        """Return the text of a value, the inverse of ``read``."""
-        if isinstance(value, tuple):
-            return self.separator.join(map(self.write, cast("tuple[object, ...]", value)))
-        return str(value).lower() if isinstance(value, bool) else str(value)
-
-    def holds(self, value: object) -> bool:
-        """Return whether a value is one that ``read`` can return."""
-        text = self.write(value)
-        if not self.can_read(text):
-            return False
-        read = self.read(text)
-        return read == value and isinstance(read, bool) == isinstance(value, bool)
-
-
-def integer(least: int, most: int | None = None) -> Kind:
-    """Return the kind of integers from ``least`` to ``most`` (None: unbounded)."""
-
-    def read(text: str) -> int:
-        # int() alone accepts "1_000" and non-ASCII digits.
-        if not re.fullmatch(r"[+-]?[0-9]+", text.strip()):
-            raise ValueError(text)
-        return _within(int(text), least, most)
-
-    words = f"an integer, {least} or more" if most is None else f"an integer from {least} to {most}"
-    return Kind(words, read, "N")
-
-
-def real(least: float, most: float | None = None, *, above: bool = False) -> Kind:
-    """Return the kind of finite numbers from ``least`` (exclusive with ``above``) to ``most``."""
-
-    def read(text: str) -> float:
-        number = _within(float(text), least, most)
-        if number == float("inf") or (above and number == least):
-            raise ValueError(text)
-        return number
-
-    words = f"a number greater than {least:g}" if above else f"a number, {least:g} or more"
-    return Kind(words if most is None else f"a number from {least:g} to {most:g}", read, "NUMBER")
-
-
-def choice(*choices: str, numbered: bool = False) -> Kind:
-    """Return the kind with these choices; case is ignored. ``numbered``: also their numbers, from 1.
-
-    >>> choice("HYBRID", "E4M3").read("hybrid")
-    'HYBRID'
-    """
-    by_lower = {one.lower(): one for one in choices}
-    if numbered:
-        by_lower.update({str(number): one for number, one in enumerate(choices, 1)})
-
-    def read(text: str) -> str:
-        if text.strip().lower() not in by_lower:
-            raise ValueError(text)
-        return by_lower[text.strip().lower()]
-
-    brief = "{" + ",".join(choices) + "}"
-    return Kind(f"one of {', '.join(choices)}", read, brief if len(brief) < 60 else "NAME", choices)
-
-
-def _within(number: _N, least: float, most: float | None) -> _N:
-    if not least <= number <= (float("inf") if most is None else most):
-        raise ValueError(number)
-    return number
-
-
-def _matching(pattern: str) -> Callable[[str], str]:
-    def read(text: str) -> str:
-        if not re.fullmatch(pattern, text.strip()):
-            raise ValueError(text)
-        return text.strip()
-
-    return read
-
-
-def _read_bool(text: str) -> bool:
-    word = text.strip().lower()
-    if word not in _TRUE + _FALSE:
-        raise ValueError(text)
-    return word in _TRUE
-
-
-def _read_text(text: str) -> str:
-    if not text.strip():
-        raise ValueError(text)
-    return text
-
-
-def _read_size(text: str) -> int:
-    # Parameter counts may be written as 1e8 or 100000000.0.
-    number = float(text)
-    if not number.is_integer() or number < 0:
-        raise ValueError(text)
-    return int(text) if text.strip().isdecimal() else int(number)
-
-
-def _read_names(text: str) -> tuple[str, ...]:
-    return tuple(_read_text(part).strip() for part in text.strip().strip(",").split(","))
-
-
-def _read_texts(text: str) -> tuple[str, ...]:
-    return tuple(map(_read_text, text.split("\n")))
-
-
-def _read_devices(text: str) -> str:
-    return _matching(r"(?i:all)|[\w.:-]+(,[\w.:-]+)*")(re.sub(r"\s", "", text)).replace("ALL", "all")
-
-
-def _read_three(text: str) -> tuple[bool, ...]:
-    first, second, third = text.strip().strip("()[]").split(",")
-    return _read_bool(first), _read_bool(second), _read_bool(third)
-
-
-BOOL: Kind = Kind("true or false (or yes, no, on, off, 1, 0)", _read_bool, "BOOL", is_bool=True)
-TEXT: Kind = Kind("a non-empty text", _read_text, "TEXT")
-#: A file that must exist when the value is used; ``accelfn.launch.launch`` checks that.
-FILE: Kind = Kind("a file name", _read_text, "FILE")
-HOST: Kind = Kind("a host name or address", _matching(r"[\w.:%-]+|\[[\w.:%-]+\]"), "HOST")
-ENDPOINT: Kind = Kind(
-    "HOST:PORT",
-    _matching(r"([\w.%-]+|\[[\w.:%-]+\])(:[0-9]+)?"),
-    "HOST:PORT",
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.accelerate_names import FSDP_STRATEGIES
+from accelfn.launch.config.kinds import (
+    BOOL,
+    COUNT,
+    DEVICES,
+    ENDPOINT,
+    FILE,
+    FLAGS_3,
+    HOST,
+    NAMES,
+    PAIRS,
+    PORT,
+    SIZE,
+    STREAMS,
+    TEXT,
+    TEXTS,
+    Kind,
+    choice,
+    integer,
+    real,
+    suggest,
 )
-NAMES: Kind = Kind("comma-separated names", _read_names, "A,B,...")
-#: Any texts; in a variable, one per line.
-TEXTS: Kind = Kind("one or more texts", _read_texts, "TEXT", separator="\n")
-SIZE: Kind = Kind("an integer, 0 or more (also as 1e8)", _read_size, "N")
-DEVICES: Kind = Kind("comma-separated device IDs, or all", _read_devices, "A,B,...")
-FLAGS_3: Kind = Kind("three comma-separated booleans", _read_three, "BOOL,BOOL,BOOL")
-COUNT: Kind = integer(1)
-PORT: Kind = integer(0, 65535)
+
+T = TypeVar("T")
+Names = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +66,17 @@ class Section:
         """The flag that activates it."""
         return f"--{self.switch}" if self.on is True else f"--{self.switch} {self.on or 'NAME'}"
 
+    @overload
+    def option(self, kind: Kind[T], about: str, *, alias: str = "", file_key: str = "") -> T | None: ...
+    @overload
+    def option(self, kind: Kind[T], about: str, default: T, *, alias: str = "", file_key: str = "") -> T: ...
+    def option(
+        self, kind: Kind[Any], about: str, default: Any = None, *, alias: str = "", file_key: str = ""
+    ) -> Any:
+        """Return the dataclass field of an option of this section; its attributes are those of Option."""
+        row = Option("", kind, default, about, alias, file_key, self)
+        return dataclasses.field(default=default, metadata={"option": row})
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
@@ -231,7 +93,7 @@ class Option:
     """
 
     name: str
-    kind: Kind
+    kind: Kind[Any]
     default: object
     about: str
     alias: str = ""
@@ -286,20 +148,7 @@ EXCLUSIVE: tuple[tuple[str, ...], ...] = (
     ("module", "no_python"),
     ("compat", "no_python"),
     ("use_deepspeed", "use_fsdp", "use_megatron_lm"),
-)
-#: Keys of any version of Accelerate that have another name here.
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "use_cpu": "cpu",
-        "tpu_use_cluster": "tpu_cluster",
-        "tpu_env": "env",
-        "tpu_vm": "vm",
-        "fp8_amax_history_length": "fp8_amax_history_len",
-        "fp8_amax_compute_algorithm": "fp8_amax_compute_algo",
-        "fp8_optimization_level": "fp8_opt_level",
-        "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
-        "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    }
+    ("use_deepspeed", "tpu"),
 )
 
 # Variables of Accelerate that the section's rule doesn't make of the key; empty where there is none.
@@ -317,257 +166,222 @@ _EXPORTED: Mapping[str, str] = MappingProxyType(
         "fp8_override_linear_precision": "",
     }
 )
-_DYNAMO_BACKENDS = (
+_general = Section("General").option
+_hardware = Section("Hardware").option
+_resources = Section("Resources").option
+_paradigm = Section("Paradigm", exports="ACCELERATE_").option
+_machines = Section("Machines").option
+_restarts = Section("Elastic").option
+_elastic = Section("Elastic training", switch="elastic").option
+_tpu = Section("TPU", switch="tpu").option
+_fsdp = Section("FSDP", "fsdp", "fsdp_", "use_fsdp", exports="FSDP_").option
+_zero = Section("DeepSpeed", "deepspeed", "deepspeed_", "use_deepspeed", True, "ACCELERATE_DEEPSPEED_").option
+_lm = Section("Megatron-LM", "megatron_lm", "megatron_lm_", "use_megatron_lm", exports="MEGATRON_LM_").option
+_mesh = Section(
+    *("Parallelism", "parallelism", "parallelism_config_"),
+    *("use_parallelism_config", True, "PARALLELISM_CONFIG_"),
+).option
+_dynamo = Section("torch.compile", "dynamo", "dynamo_", "dynamo_backend", None, "ACCELERATE_DYNAMO_").option
+_fp8 = Section("FP8", "fp8", "fp8_", "mixed_precision", "fp8", "ACCELERATE_FP8_").option
+_pod = Section("TPU", "tpu_options", "tpu_", "tpu").option
+_sagemaker = Section("SageMaker", "sagemaker", "sagemaker_", "compute_environment", "AMAZON_SAGEMAKER").option
+_PLACE = choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
+_PRECISION = choice("no", "fp16", "bf16", "fp8")
+_RENDEZVOUS = choice("static", "c10d")
+_STRATEGY = choice(*FSDP_STRATEGIES, numbered=True)
+_WRAP = choice("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_PREFETCH = choice("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True)
+_STATE_DICT = choice("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", numbered=True)
+_OFFLOAD = choice("none", "cpu", "nvme")
+_GRANULARITY = choice("full", "selective")
+_METHOD = choice("uniform", "block")
+_ATTENTION = choice("auto", "flash", "fused", "unfused", "local", "true")
+_CP_STRATEGY = choice("allgather", "alltoall")
+_DYNAMO_BACKEND = choice(
     *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi"),
     *("fx2trt", "onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "tvm"),
 )
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_DYNAMO_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-_WRAPS = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
-_CP_STRATEGIES = choice("allgather", "alltoall")
-_ATTENTION = ("auto", "flash", "fused", "unfused", "local", "true")
-_PLACES = choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
-_SAGEMAKER_TYPES = choice("NO", "DATA_PARALLEL", "MODEL_PARALLEL")
-_OFFLOAD = choice("none", "cpu", "nvme")
+_DYNAMO_MODE = choice("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_FP8_BACKEND = choice("ao", "te", "msamp")
+_FP8_FORMAT = choice("HYBRID", "E4M3", "E5M2")
+_AMAX = choice("max", "most_recent")
+_SAGEMAKER_TYPE = choice("NO", "DATA_PARALLEL")
 
 
-def _read_reshard(text: str) -> bool | str:
-    strategy = text.strip().upper()
-    return strategy if strategy in _STRATEGIES else _read_bool(text)
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Options:
+    """One attribute per flag; ``None`` means unset. LaunchConfig also checks that they fit together."""
+
+    module: bool = _general(BOOL, "run the script as a module, as python -m does", False, alias="-m")
+    no_python: bool = _general(BOOL, "run the script directly, without Python", False)
+    compat: bool = _general(BOOL, "run a program written for Accelerate, as python -m accelfn.compat", False)
+    debug: bool = _general(BOOL, "check the arguments of every collective on all ranks", False)
+    quiet: bool = _general(BOOL, "print neither the start line nor the failure report", False, alias="-q")
+    compute_environment: str = _general(_PLACE, "where the script runs", "LOCAL_MACHINE")
+    cpu: bool = _hardware(BOOL, "use the CPU even if there is an accelerator", False)
+    multi_gpu: bool = _hardware(BOOL, "use several accelerators", False)
+    tpu: bool = _hardware(BOOL, "use TPUs, with torch_xla", False)
+    mixed_precision: str | None = _resources(_PRECISION, "default precision of contexts")
+    gradient_accumulation_steps: int | None = _resources(COUNT, "default accumulation steps of contexts")
+    num_processes: int | None = _resources(COUNT, "processes on all machines (one per device)", alias="-n")
+    num_machines: int = _resources(COUNT, "number of machines", 1)
+    num_cpu_threads_per_process: int | None = _resources(COUNT, "OMP_NUM_THREADS (cores / processes)")
+    enable_cpu_affinity: bool = _resources(BOOL, "bind each process to the NUMA node of its GPU", False)
+    use_deepspeed: bool = _paradigm(BOOL, "train with DeepSpeed", False)
+    use_fsdp: bool = _paradigm(BOOL, "train with FSDP", False)
+    use_megatron_lm: bool = _paradigm(BOOL, "train with Megatron-LM", False)
+    use_parallelism_config: bool = _paradigm(BOOL, "arrange the processes in a device mesh", False)
+    gpu_ids: str = _machines(DEVICES, "IDs of the accelerators to use on this machine", "all")
+    machine_rank: int | None = _machines(integer(0), "rank of this machine, from 0")
+    main_process_ip: str | None = _machines(HOST, "address of machine 0")
+    main_process_port: int | None = _machines(PORT, "port on machine 0 (29500; on one machine any free port)")
+    same_network: bool = _machines(BOOL, "accepted for compatibility; has no effect", True)
+    rdzv_backend: str | None = _machines(_RENDEZVOUS, "static: by machine_rank; c10d assigns ranks")
+    rdzv_endpoint: str | None = _machines(ENDPOINT, "instead of main_process_ip and main_process_port")
+    rdzv_id: str | None = _machines(TEXT, "rendezvous ID, the same on every machine")
+    rdzv_conf: str | None = _machines(PAIRS, "further rendezvous options")
+    preflight: bool = _machines(BOOL, "compare the machines first, and share failures between them", True)
+    preflight_timeout: float = _machines(real(0, above=True), "seconds to wait for other machines", 60.0)
+    max_restarts: int = _restarts(
+        integer(0), "restarts of all processes after a failure (--elastic: of one)", 0
+    )
+    monitor_interval: float = _restarts(real(0, above=True), "seconds between checks of the processes", 0.1)
+    shutdown_timeout: int | None = _restarts(COUNT, "seconds between a stop signal and SIGKILL (30)")
+    role: str = _restarts(TEXT, "role of the processes in torchrun's messages", "default")
+    log_dir: str | None = _restarts(TEXT, "directory for the logs of each process")
+    tee: str = _restarts(
+        STREAMS, "streams to show and log: 3 for both, or 0:1,1:2 per process", "0", alias="-t"
+    )
+    redirects: str = _restarts(STREAMS, "streams to log only; same format as tee", "0", alias="-r")
+    elastic: bool = _elastic(BOOL, "when a process fails, restart only that one, and keep the others", False)
+    heartbeat_timeout: float = _elastic(real(1), "seconds of silence before a process is killed", 10.0)
+    main_training_function: str = _tpu(TEXT, "function of the script to run on each TPU core", "main")
+    downcast_bf16: bool = _tpu(BOOL, "with bf16 on a TPU, use fp32 for double", False)
+    fsdp_version: int = _fsdp(integer(1, 2), "FSDP version of the options; both run on fully_shard", 1)
+    fsdp_offload_params: bool = _fsdp(BOOL, "offload parameters to host memory", False)
+    fsdp_min_num_params: int = _fsdp(SIZE, "minimum parameters of a module to wrap (SIZE_BASED_WRAP)", 10**8)
+    fsdp_sharding_strategy: str = _fsdp(_STRATEGY, "what to shard (version 1)", "FULL_SHARD")
+    fsdp_reshard_after_forward: bool = _fsdp(BOOL, "reshard after the forward pass (version 2)", True)
+    fsdp_auto_wrap_policy: str | None = _fsdp(_WRAP, "which modules to wrap")
+    fsdp_transformer_layer_cls_to_wrap: Names | None = _fsdp(NAMES, "classes (TRANSFORMER_BASED_WRAP)")
+    fsdp_backward_prefetch: str | None = _fsdp(_PREFETCH, "backward prefetching (version 1)")
+    fsdp_state_dict_type: str | None = _fsdp(_STATE_DICT, "format of saved weights")
+    fsdp_forward_prefetch: bool = _fsdp(BOOL, "prefetch in the forward pass (version 1)", False)
+    fsdp_use_orig_params: bool = _fsdp(BOOL, "keep the original parameters (version 1)", True)
+    fsdp_cpu_ram_efficient_loading: bool = _fsdp(BOOL, "load the weights on the main process only", False)
+    fsdp_sync_module_states: bool = _fsdp(BOOL, "broadcast the weights from rank 0 (version 1)", True)
+    fsdp_activation_checkpointing: bool = _fsdp(BOOL, "recompute activations in the backward pass", False)
+    fsdp_activation_checkpointing_offload: bool = _fsdp(BOOL, "offload those to the host (version 2)", False)
+    fsdp_ignored_modules: str | None = _fsdp(TEXT, "regular expression of module names not to shard")
+    deepspeed_config_file: str | None = _zero(FILE, "DeepSpeed's JSON config file")
+    zero_stage: int | None = _zero(integer(0, 3), "ZeRO stage (0 to 3)")
+    offload_optimizer_device: str | None = _zero(_OFFLOAD, "where to keep optimizer states")
+    offload_param_device: str | None = _zero(_OFFLOAD, "where to keep parameters")
+    offload_optimizer_nvme_path: str | None = _zero(TEXT, "NVMe directory for optimizer states")
+    offload_param_nvme_path: str | None = _zero(TEXT, "NVMe directory for parameters")
+    gradient_clipping: float | None = _zero(real(0), "maximum gradient norm")
+    zero3_init_flag: bool | None = _zero(BOOL, "construct models already sharded (zero.Init)")
+    zero3_save_16bit_model: bool | None = _zero(BOOL, "save unsharded 16-bit weights in stage 3")
+    deepspeed_moe_layer_cls_names: Names | None = _zero(NAMES, "classes of mixture-of-experts layers")
+    megatron_lm_tp_degree: int = _lm(COUNT, "tensor-parallel size", 1)
+    megatron_lm_pp_degree: int = _lm(COUNT, "pipeline-parallel size", 1)
+    megatron_lm_num_micro_batches: int | None = _lm(COUNT, "micro-batches per pipeline step")
+    megatron_lm_sequence_parallelism: bool | None = _lm(BOOL, "shard activations along the sequence")
+    megatron_lm_recompute_activations: bool | None = _lm(BOOL, "recompute activations in backward")
+    megatron_lm_use_distributed_optimizer: bool | None = _lm(BOOL, "shard optimizer states")
+    megatron_lm_gradient_clipping: float = _lm(real(0), "maximum gradient norm", 1.0)
+    megatron_lm_recompute_granularity: str | None = _lm(_GRANULARITY, "what to recompute")
+    megatron_lm_recompute_method: str | None = _lm(_METHOD, "which layers to recompute")
+    megatron_lm_recompute_num_layers: int | None = _lm(COUNT, "layers per recomputed unit")
+    megatron_lm_attention_backend: str | None = _lm(_ATTENTION, "attention implementation")
+    megatron_lm_expert_model_parallel_size: int | None = _lm(COUNT, "expert-parallel size")
+    megatron_lm_context_parallel_size: int | None = _lm(COUNT, "context-parallel size")
+    megatron_lm_attention_dropout: float | None = _lm(real(0, 1), "dropout rate of attention")
+    megatron_lm_hidden_dropout: float | None = _lm(real(0, 1), "dropout rate of hidden states")
+    megatron_lm_attention_softmax_in_fp32: bool | None = _lm(BOOL, "attention softmax in fp32")
+    megatron_lm_expert_tensor_parallel_size: int | None = _lm(COUNT, "tensor-parallel size of experts")
+    megatron_lm_calculate_per_token_loss: bool | None = _lm(BOOL, "scale the loss by its tokens")
+    megatron_lm_use_rotary_position_embeddings: bool | None = _lm(BOOL, "use rotary position embeddings")
+    megatron_lm_decoder_last_pipeline_num_layers: int | None = _lm(COUNT, "layers of the last stage")
+    megatron_lm_use_custom_fsdp: bool = _lm(BOOL, "use Megatron's own FSDP", False)
+    megatron_lm_no_load_optim: bool = _lm(BOOL, "don't load the optimizer", False)
+    megatron_lm_eod_mask_loss: bool = _lm(BOOL, "mask the loss at ends of documents", False)
+    megatron_lm_overlap_cpu_optimizer_d2h_h2d: bool = _lm(BOOL, "overlap the copies", False)
+    megatron_lm_no_save_optim: bool = _lm(BOOL, "don't save the optimizer", False)
+    megatron_lm_optimizer_cpu_offload: bool = _lm(BOOL, "run the optimizer on the CPU", False)
+    megatron_lm_use_precision_aware_optimizer: bool = _lm(BOOL, "low-precision optimizer states", False)
+    parallelism_config_dp_replicate_size: int = _mesh(COUNT, "data-parallel replicas", 1)
+    parallelism_config_dp_shard_size: int = _mesh(COUNT, "data-parallel shards", 1)
+    parallelism_config_tp_size: int = _mesh(COUNT, "tensor-parallel size", 1)
+    parallelism_config_cp_size: int = _mesh(COUNT, "context-parallel size", 1)
+    parallelism_config_sp_size: int = _mesh(COUNT, "sequence-parallel size (by heads)", 1)
+    parallelism_config_pp_size: int = _mesh(COUNT, "pipeline-parallel size", 1)
+    parallelism_config_ep_size: int = _mesh(COUNT, "expert-parallel size", 1)
+    parallelism_config_cp_backend: str = _mesh(choice("torch"), "backend of cp", "torch")
+    parallelism_config_cp_comm_strategy: str = _mesh(_CP_STRATEGY, "communication of cp", "allgather")
+    parallelism_config_sp_backend: str = _mesh(choice("torch", "deepspeed"), "backend of sp", "torch")
+    parallelism_config_sp_seq_length: int | None = _mesh(COUNT, "sequence length for sp")
+    parallelism_config_sp_seq_length_is_variable: bool = _mesh(BOOL, "allow different sequence lengths", True)
+    parallelism_config_sp_attn_implementation: str = _mesh(choice("sdpa"), "attention for sp", "sdpa")
+    dynamo_backend: str | None = _dynamo(_DYNAMO_BACKEND, "torch.compile backend for models")
+    dynamo_mode: str = _dynamo(_DYNAMO_MODE, "torch.compile mode", "default")
+    dynamo_use_fullgraph: bool = _dynamo(BOOL, "require one graph per model", False)
+    dynamo_use_dynamic: bool | None = _dynamo(BOOL, "compile with dynamic shapes")
+    dynamo_use_regional_compilation: bool = _dynamo(BOOL, "compile repeated blocks once", False)
+    fp8_backend: str | None = _fp8(_FP8_BACKEND, "torchao, Transformer Engine or MS-AMP")
+    fp8_use_autocast_during_eval: bool = _fp8(BOOL, "use fp8 in evaluation too (te)", False)
+    fp8_margin: int = _fp8(integer(0), "margin of the scaling factor (te)", 0)
+    fp8_interval: int = _fp8(COUNT, "steps between updates of the scaling factor (te)", 1)
+    fp8_format: str = _fp8(_FP8_FORMAT, "fp8 format (te)", "HYBRID")
+    fp8_amax_history_len: int = _fp8(COUNT, "length of the amax history (te)", 1024)
+    fp8_amax_compute_algo: str = _fp8(_AMAX, "reduction of the history (te)", "most_recent")
+    fp8_override_linear_precision: tuple[bool, ...] = _fp8(
+        FLAGS_3, "not fp8: fprop, dgrad, wgrad", (False,) * 3
+    )
+    fp8_opt_level: str = _fp8(choice("O1", "O2"), "optimization level (msamp)", "O2")
+    fp8_enable_fsdp_float8_all_gather: bool = _fp8(BOOL, "all-gather FSDP parameters in fp8 (ao)", True)
+    fp8_pad_inner_dim: bool = _fp8(BOOL, "pad matrices to the sizes that the kernels need (ao)", True)
+    tpu_cluster: bool = _pod(BOOL, "start all machines of the pod with gcloud", False, file_key="use_cluster")
+    tpu_use_sudo: bool = _pod(BOOL, "use sudo on the TPU machines", False)
+    tpu_name: str | None = _pod(TEXT, "name of the TPU")
+    tpu_zone: str | None = _pod(TEXT, "zone of the TPU")
+    vm: Names | None = _pod(TEXTS, "TPU machine to start on; repeatable")
+    env: Names | None = _pod(TEXTS, "NAME=VALUE to set on the TPU machines; repeatable")
+    command_file: str | None = _pod(FILE, "file of shell commands for accelfn tpu-config")
+    commands: Names | None = _pod(TEXTS, "shell command for accelfn tpu-config; repeatable")
+    ec2_instance_type: str | None = _sagemaker(TEXT, "type of the machines, such as ml.p4d.24xlarge")
+    iam_role_name: str | None = _sagemaker(TEXT, "role of the job, by name or ARN")
+    profile: str | None = _sagemaker(TEXT, "AWS profile with the credentials (those that boto3 finds)")
+    region: str = _sagemaker(TEXT, "AWS region", "us-east-1")
+    image_uri: str | None = _sagemaker(TEXT, "image to run in, instead of one by its versions")
+    py_version: str | None = _sagemaker(TEXT, "Python of the image, such as py312")
+    pytorch_version: str | None = _sagemaker(TEXT, "torch of the image")
+    transformers_version: str | None = _sagemaker(TEXT, "transformers of the image")
+    base_job_name: str = _sagemaker(TEXT, "first part of the job's name", "accelfn-sagemaker-1")
+    sagemaker_distributed_type: str = _sagemaker(_SAGEMAKER_TYPE, "how the processes communicate", "NO")
+    sagemaker_inputs_file: str | None = _sagemaker(FILE, "table of inputs: name, tab, location")
+    sagemaker_metrics_file: str | None = _sagemaker(FILE, "table of metrics: name, tab, regular expression")
+    additional_args: Names | None = _sagemaker(TEXTS, "NAME=VALUE (or JSON) for the estimator; repeatable")
+
+    def __post_init__(self) -> None:
+        """Check that each value is of its kind."""
+        for name, option in OPTIONS.items():
+            value = getattr(self, name)
+            if value is not option.default and not option.kind.holds(value):
+                raise ConfigurationError(f"LaunchConfig.{name} must be {option.kind.accepts}, got {value!r}.")
 
 
-# Accelerate's present spelling of a strategy of version 1, too.
-_RESHARD: Kind = dataclasses.replace(
-    BOOL, read=_read_reshard, accepts=f"{BOOL.accepts}; for version 1 one of {', '.join(_STRATEGIES)}"
-)
-
-# Each section, and the options in it.
-_TABLE: tuple[Section | Option, ...] = (
-    Section("General"),
-    Option("module", BOOL, False, "run the script as a module, as python -m does", alias="-m"),
-    Option("no_python", BOOL, False, "run the script directly, without Python"),
-    Option("compat", BOOL, False, "run a program written for Accelerate, as python -m accelfn.compat does"),
-    Option("debug", BOOL, False, "check the arguments of every collective on all ranks"),
-    Option("quiet", BOOL, False, "print neither the start line nor the failure report", alias="-q"),
-    Option("compute_environment", _PLACES, "LOCAL_MACHINE", "where the script runs"),
-    Section("Hardware"),
-    Option("cpu", BOOL, False, "use the CPU even if there is an accelerator"),
-    Option("multi_gpu", BOOL, False, "use several accelerators"),
-    Option("tpu", BOOL, False, "use TPUs, with torch_xla"),
-    Section("Resources"),
-    Option(
-        "mixed_precision",
-        choice("no", "fp16", "bf16", "fp8"),
-        None,
-        "default mixed precision of contexts",
-    ),
-    Option("gradient_accumulation_steps", COUNT, None, "default gradient accumulation steps of contexts"),
-    Option(
-        "num_processes",
-        COUNT,
-        None,
-        "number of processes on all machines (one per accelerator)",
-        alias="-n",
-    ),
-    Option("num_machines", COUNT, 1, "number of machines"),
-    Option("num_cpu_threads_per_process", COUNT, None, "OMP_NUM_THREADS of each process (cores / processes)"),
-    Option("enable_cpu_affinity", BOOL, False, "bind each process to the NUMA node of its GPU"),
-    Section("Paradigm", exports="ACCELERATE_"),
-    Option("use_deepspeed", BOOL, False, "train with DeepSpeed"),
-    Option("use_fsdp", BOOL, False, "train with FSDP"),
-    Option("use_megatron_lm", BOOL, False, "train with Megatron-LM"),
-    Option("use_parallelism_config", BOOL, False, "arrange the processes in a device mesh"),
-    Section("Machines"),
-    Option("gpu_ids", DEVICES, "all", "IDs of the accelerators to use on this machine"),
-    Option("machine_rank", integer(0), None, "rank of this machine, from 0"),
-    Option("main_process_ip", HOST, None, "address of machine 0"),
-    Option("main_process_port", PORT, None, "port on machine 0 (29500; on one machine any free port)"),
-    Option("same_network", BOOL, True, "accepted for compatibility; has no effect"),
-    Option("rdzv_backend", choice("static", "c10d"), None, "static uses machine_rank, c10d assigns ranks"),
-    Option("rdzv_endpoint", ENDPOINT, None, "rendezvous, instead of main_process_ip and main_process_port"),
-    Option("rdzv_id", TEXT, None, "rendezvous ID, the same on every machine"),
-    Option("rdzv_conf", TEXT, None, "further rendezvous options, as key=value,..."),
-    Option("preflight", BOOL, True, "compare the machines before the start, and share failures between them"),
-    Option("preflight_timeout", real(0, above=True), 60.0, "seconds to wait for other machines"),
-    Section("Elastic"),
-    Option(
-        "max_restarts",
-        integer(0),
-        0,
-        "number of times to restart all processes after a failure (with --elastic, each one)",
-    ),
-    Option("monitor_interval", real(0, above=True), 0.1, "seconds between checks of the processes"),
-    Option("shutdown_timeout", COUNT, None, "seconds between a stop signal and SIGKILL (30)"),
-    Option("role", TEXT, "default", "role of the processes in torchrun's messages"),
-    Option("log_dir", TEXT, None, "directory for the logs of each process"),
-    Option("tee", TEXT, "0", "streams to show and log: 3 for both, or 0:1,1:2 per process", alias="-t"),
-    Option("redirects", TEXT, "0", "streams to log only; same format as tee", alias="-r"),
-    Section("Elastic training", switch="elastic"),
-    Option("elastic", BOOL, False, "when a process fails, restart only that one, and keep the others"),
-    Option("heartbeat_timeout", real(1), 10.0, "seconds without a heartbeat before a process is killed"),
-    Section("TPU", switch="tpu"),
-    Option("main_training_function", TEXT, "main", "function of the script to run on each TPU core"),
-    Option("downcast_bf16", BOOL, False, "with bf16 on a TPU, use fp32 for double"),
-    Section("FSDP", "fsdp", "fsdp_", "use_fsdp", exports="FSDP_"),
-    Option("fsdp_version", integer(1, 2), 1, "FSDP version of the options; both run on torch's fully_shard"),
-    Option("fsdp_offload_params", BOOL, False, "offload parameters to host memory"),
-    Option("fsdp_min_num_params", SIZE, 10**8, "minimum parameters of a module to wrap (SIZE_BASED_WRAP)"),
-    Option(
-        "fsdp_sharding_strategy",
-        choice(*_STRATEGIES, numbered=True),
-        "FULL_SHARD",
-        "what to shard (version 1)",
-    ),
-    Option(
-        "fsdp_reshard_after_forward", _RESHARD, True, "reshard parameters after the forward pass (version 2)"
-    ),
-    Option("fsdp_auto_wrap_policy", choice(*_WRAPS), None, "which modules to wrap"),
-    Option("fsdp_transformer_layer_cls_to_wrap", NAMES, None, "classes to wrap (TRANSFORMER_BASED_WRAP)"),
-    Option(
-        "fsdp_backward_prefetch",
-        choice(*_PREFETCHES, numbered=True),
-        None,
-        "backward prefetching (version 1)",
-    ),
-    Option("fsdp_state_dict_type", choice(*_STATE_DICTS, numbered=True), None, "format of saved weights"),
-    Option("fsdp_forward_prefetch", BOOL, False, "prefetch in the forward pass (version 1)"),
-    Option("fsdp_use_orig_params", BOOL, True, "keep the original parameters (version 1)"),
-    Option("fsdp_cpu_ram_efficient_loading", BOOL, False, "load the weights on the main process only"),
-    Option("fsdp_sync_module_states", BOOL, True, "broadcast the weights from rank 0 (version 1)"),
-    Option("fsdp_activation_checkpointing", BOOL, False, "recompute activations in the backward pass"),
-    Option("fsdp_activation_checkpointing_offload", BOOL, False, "offload them to host memory (version 2)"),
-    Option("fsdp_ignored_modules", TEXT, None, "regular expression of module names not to shard"),
-    Section("DeepSpeed", "deepspeed", "deepspeed_", "use_deepspeed", exports="ACCELERATE_DEEPSPEED_"),
-    Option("deepspeed_config_file", FILE, None, "DeepSpeed's JSON config file"),
-    Option("zero_stage", integer(0, 3), None, "ZeRO stage (0 to 3)"),
-    Option("offload_optimizer_device", _OFFLOAD, None, "where to keep optimizer states"),
-    Option("offload_param_device", _OFFLOAD, None, "where to keep parameters"),
-    Option("offload_optimizer_nvme_path", TEXT, None, "NVMe directory for optimizer states"),
-    Option("offload_param_nvme_path", TEXT, None, "NVMe directory for parameters"),
-    Option("gradient_clipping", real(0), None, "maximum gradient norm"),
-    Option("zero3_init_flag", BOOL, None, "construct models already sharded (zero.Init)"),
-    Option("zero3_save_16bit_model", BOOL, None, "save unsharded 16-bit weights in stage 3"),
-    Option("deepspeed_moe_layer_cls_names", NAMES, None, "classes of mixture-of-experts layers"),
-    Section("Megatron-LM", "megatron_lm", "megatron_lm_", "use_megatron_lm", exports="MEGATRON_LM_"),
-    Option("megatron_lm_tp_degree", COUNT, 1, "tensor-parallel size"),
-    Option("megatron_lm_pp_degree", COUNT, 1, "pipeline-parallel size"),
-    Option("megatron_lm_num_micro_batches", COUNT, None, "micro-batches per pipeline step"),
-    Option("megatron_lm_sequence_parallelism", BOOL, None, "shard activations along the sequence"),
-    Option("megatron_lm_recompute_activations", BOOL, None, "recompute activations in the backward pass"),
-    Option("megatron_lm_use_distributed_optimizer", BOOL, None, "shard optimizer states"),
-    Option("megatron_lm_gradient_clipping", real(0), 1.0, "maximum gradient norm"),
-    Option("megatron_lm_recompute_granularity", choice("full", "selective"), None, "how much to recompute"),
-    Option("megatron_lm_recompute_method", choice("uniform", "block"), None, "which layers to recompute"),
-    Option("megatron_lm_recompute_num_layers", COUNT, None, "layers per recomputed unit"),
-    Option("megatron_lm_attention_backend", choice(*_ATTENTION), None, "attention implementation"),
-    Option("megatron_lm_expert_model_parallel_size", COUNT, None, "expert-parallel size"),
-    Option("megatron_lm_context_parallel_size", COUNT, None, "context-parallel size"),
-    Option("megatron_lm_attention_dropout", real(0, 1), None, "dropout rate of attention"),
-    Option("megatron_lm_hidden_dropout", real(0, 1), None, "dropout rate of hidden states"),
-    Option("megatron_lm_attention_softmax_in_fp32", BOOL, None, "compute the attention softmax in fp32"),
-    Option("megatron_lm_expert_tensor_parallel_size", COUNT, None, "tensor-parallel size of experts"),
-    Option("megatron_lm_calculate_per_token_loss", BOOL, None, "scale the loss by the number of tokens"),
-    Option("megatron_lm_use_rotary_position_embeddings", BOOL, None, "use rotary position embeddings"),
-    Option("megatron_lm_decoder_last_pipeline_num_layers", COUNT, None, "layers of the last pipeline stage"),
-    Option("megatron_lm_use_custom_fsdp", BOOL, False, "use Megatron's own FSDP"),
-    Option("megatron_lm_no_load_optim", BOOL, False, "don't load the optimizer"),
-    Option("megatron_lm_eod_mask_loss", BOOL, False, "mask the loss at ends of documents"),
-    Option("megatron_lm_overlap_cpu_optimizer_d2h_h2d", BOOL, False, "overlap copies with the CPU optimizer"),
-    Option("megatron_lm_no_save_optim", BOOL, False, "don't save the optimizer"),
-    Option("megatron_lm_optimizer_cpu_offload", BOOL, False, "run the optimizer on the CPU"),
-    Option("megatron_lm_use_precision_aware_optimizer", BOOL, False, "low-precision optimizer states"),
-    Section(
-        "Parallelism",
-        "parallelism",
-        "parallelism_config_",
-        "use_parallelism_config",
-        exports="PARALLELISM_CONFIG_",
-    ),
-    Option("parallelism_config_dp_replicate_size", COUNT, 1, "data-parallel replicas"),
-    Option("parallelism_config_dp_shard_size", COUNT, 1, "data-parallel shards"),
-    Option("parallelism_config_tp_size", COUNT, 1, "tensor-parallel size"),
-    Option("parallelism_config_cp_size", COUNT, 1, "context-parallel size"),
-    Option("parallelism_config_sp_size", COUNT, 1, "sequence-parallel size (by heads)"),
-    Option("parallelism_config_pp_size", COUNT, 1, "pipeline-parallel size"),
-    Option("parallelism_config_ep_size", COUNT, 1, "expert-parallel size"),
-    Option("parallelism_config_cp_backend", choice("torch"), "torch", "backend of cp"),
-    Option("parallelism_config_cp_comm_strategy", _CP_STRATEGIES, "allgather", "communication of cp"),
-    Option("parallelism_config_sp_backend", choice("torch", "deepspeed"), "torch", "backend of sp"),
-    Option("parallelism_config_sp_seq_length", COUNT, None, "sequence length for sp"),
-    Option("parallelism_config_sp_seq_length_is_variable", BOOL, True, "allow different sequence lengths"),
-    Option(
-        "parallelism_config_sp_attn_implementation", choice("sdpa"), "sdpa", "attention implementation for sp"
-    ),
-    Section("torch.compile", "dynamo", "dynamo_", "dynamo_backend", None, "ACCELERATE_DYNAMO_"),
-    Option("dynamo_backend", choice(*_DYNAMO_BACKENDS), None, "torch.compile backend for models"),
-    Option("dynamo_mode", choice(*_DYNAMO_MODES), "default", "torch.compile mode"),
-    Option("dynamo_use_fullgraph", BOOL, False, "require one graph per model"),
-    Option("dynamo_use_dynamic", BOOL, None, "compile with dynamic shapes"),
-    Option("dynamo_use_regional_compilation", BOOL, False, "compile repeated blocks once"),
-    Section("FP8", "fp8", "fp8_", "mixed_precision", "fp8", "ACCELERATE_FP8_"),
-    Option("fp8_backend", choice("ao", "te", "msamp"), None, "torchao, Transformer Engine or MS-AMP"),
-    Option("fp8_use_autocast_during_eval", BOOL, False, "use fp8 in evaluation too (te)"),
-    Option("fp8_margin", integer(0), 0, "margin of the scaling factor (te)"),
-    Option("fp8_interval", COUNT, 1, "steps between updates of the scaling factor (te)"),
-    Option("fp8_format", choice("HYBRID", "E4M3", "E5M2"), "HYBRID", "fp8 format (te)"),
-    Option("fp8_amax_history_len", COUNT, 1024, "length of the amax history (te)"),
-    Option(
-        "fp8_amax_compute_algo",
-        choice("max", "most_recent"),
-        "most_recent",
-        "reduction of the history (te)",
-    ),
-    Option("fp8_override_linear_precision", FLAGS_3, (False,) * 3, "no fp8 in fprop, dgrad, wgrad (te)"),
-    Option("fp8_opt_level", choice("O1", "O2"), "O2", "optimization level (msamp)"),
-    Option("fp8_enable_fsdp_float8_all_gather", BOOL, True, "all-gather FSDP parameters in fp8 (ao)"),
-    Option("fp8_pad_inner_dim", BOOL, True, "pad matrices to the sizes that the kernels need (ao)"),
-    Section("TPU", "tpu_options", "tpu_", "tpu"),
-    Option(
-        "tpu_cluster",
-        BOOL,
-        False,
-        "start on every machine of the pod with gcloud",
-        file_key="use_cluster",
-    ),
-    Option("tpu_use_sudo", BOOL, False, "use sudo on the TPU machines"),
-    Option("tpu_name", TEXT, None, "name of the TPU"),
-    Option("tpu_zone", TEXT, None, "zone of the TPU"),
-    Option("vm", TEXTS, None, "TPU machine to start on; repeatable"),
-    Option("env", TEXTS, None, "NAME=VALUE to set on the TPU machines; repeatable"),
-    Option("command_file", FILE, None, "file of shell commands for accelfn tpu-config"),
-    Option("commands", TEXTS, None, "shell command for accelfn tpu-config; repeatable"),
-    Section("SageMaker", "sagemaker", "sagemaker_", "compute_environment", "AMAZON_SAGEMAKER"),
-    Option("ec2_instance_type", TEXT, None, "type of the machines, such as ml.p4d.24xlarge"),
-    Option("iam_role_name", TEXT, None, "role of the job, by name or ARN"),
-    Option("profile", TEXT, None, "AWS profile with the credentials (those that boto3 finds)"),
-    Option("region", TEXT, "us-east-1", "AWS region"),
-    Option("image_uri", TEXT, None, "image to run in, instead of one by its versions"),
-    Option("py_version", TEXT, None, "Python of the image, such as py312"),
-    Option("pytorch_version", TEXT, None, "torch of the image"),
-    Option("transformers_version", TEXT, None, "transformers of the image"),
-    Option("base_job_name", TEXT, "accelfn-sagemaker-1", "first part of the job's name"),
-    Option("sagemaker_distributed_type", _SAGEMAKER_TYPES, "NO", "how the processes communicate"),
-    Option("sagemaker_inputs_file", FILE, None, "table of inputs: name and location, separated by a tab"),
-    Option("sagemaker_metrics_file", FILE, None, "table of metrics: name and regular expression"),
-    Option("additional_args", TEXTS, None, "NAME=VALUE for the estimator, VALUE may be JSON; repeatable"),
-)
-
-
-def _all_options() -> Iterator[Option]:
-    section = Section("")
-    for row in _TABLE:
-        if isinstance(row, Section):
-            section = row
-        else:
-            yield dataclasses.replace(row, section=section)
+def _read_table() -> dict[str, Option]:
+    rows = {row.name: row.metadata["option"] for row in dataclasses.fields(Options)}
+    return {name: dataclasses.replace(option, name=name) for name, option in rows.items()}
 
 
 #: Every option by its name, in the order of the help.
-OPTIONS: Mapping[str, Option] = MappingProxyType({option.name: option for option in _all_options()})
+OPTIONS: Mapping[str, Option] = MappingProxyType(_read_table())
 #: Names of the sections of a config file.
-SECTIONS: tuple[str, ...] = tuple(row.name for row in _TABLE if isinstance(row, Section) and row.name)
+SECTIONS: tuple[str, ...] = tuple(
+    dict.fromkeys(option.section.name for option in OPTIONS.values() if option.section.name)
+)
 
 
 def read_value(option: Option, text: str) -> object:
@@ -597,15 +411,6 @@ def read_entry(option: Option, text: str) -> tuple[str, object]:
     Raises:
         ValueError: As :func:`read_value`.
     """
-    value = read_value(option, text)
-    is_strategy = option.kind is _RESHARD and isinstance(value, str)
-    return "fsdp_sharding_strategy" if is_strategy else option.name, value
-
-
-def suggest(word: str, words: Iterable[str]) -> str | None:
-    """Return the most similar of ``words``, or None if none is similar.
-
-    >>> suggest("num_proceses", ["num_machines", "num_processes"])
-    'num_processes'
-    """
-    return next(iter(difflib.get_close_matches(word, list(words), n=1, cutoff=0.7)), None)
+    if option.name == "fsdp_reshard_after_forward" and text.strip().upper() in FSDP_STRATEGIES:
+        option = OPTIONS["fsdp_sharding_strategy"]
+    return option.name, read_value(option, text)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
+from accelfn.launch.config.record import LaunchConfig, changed_values, is_active
 from accelfn.launch.plan.machine import Machine
 
 LOOPBACK = "127.0.0.1"

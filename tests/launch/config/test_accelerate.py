@@ -7,11 +7,11 @@ import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import parse_flags
-from accelfn.launch.config import LaunchConfig, resolve
-from accelfn.launch.config.accelerate import Imported, import_accelerate, read_any_config
+from accelfn.launch.config import ConfigFile, LaunchConfig, resolve
+from accelfn.launch.config.accelerate import import_accelerate, read_any_config
 
 
-def imported(text: str) -> Imported:
+def imported(text: str) -> ConfigFile:
     return import_accelerate(text, "default_config.yaml")
 
 
@@ -85,8 +85,8 @@ parallelism_config_cp_size: 2, parallelism_config_dp_shard_size: 4}}
 
 @pytest.mark.parametrize(("text", "flags"), LAYOUTS.values(), ids=[*LAYOUTS])
 def test_layouts(text: str, flags: str) -> None:
-    values, _, notes = imported(text)
-    assert (LaunchConfig(**values), notes) == (config_of(flags), ())
+    file = imported(text)
+    assert (LaunchConfig(**file.values), file.notes) == (config_of(flags), ())
 
 
 # The second is as ClusterConfig of 1.0.1 writes it for several processes on CPUs.
@@ -125,9 +125,9 @@ deepspeed_config: {deepspeed_multinode_launcher: pdsh, deepspeed_hostfile: hosts
 @pytest.mark.parametrize("text", DROPPED)
 def test_what_has_no_place_is_said(text: str) -> None:
     flags, notes = DROPPED[text]
-    values, _, said = imported(text)
-    assert LaunchConfig(**values) == config_of(flags)
-    assert [note[: len(begin)] for note, begin in zip(said, notes, strict=True)] == notes
+    file = imported(text)
+    assert LaunchConfig(**file.values) == config_of(flags)
+    assert [note[: len(begin)] for note, begin in zip(file.notes, notes, strict=True)] == notes
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_the_flag_wins_over_the_variable_and_both_are_asked_for() -> None:
         ('{"cpu": 1,}', "a.json", "a.json is not valid JSON"),
         ("use_cpu: true", "a.yaml", "unknown key 'use_cpu'. Did you mean cpu?"),
         ("a: &a [*a]", "a.yaml", "a.yaml, line 1: aliases (*name) aren't supported"),
-        ("[" * 20000, "a.yaml", "nested too deeply"),
+        ("[" * 9999 + "]" * 9999, "a.yaml", "nested too deeply"),
         ('{"a":' * 20000, "a.json", "nested too deeply"),
         (f'{{"num_processes": {"1" * 5000}}}', "a.json", "is not valid JSON"),
         ("main_process_ip: bad host", "a.yaml", "a host name or address, got 'bad host'"),

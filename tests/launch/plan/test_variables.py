@@ -203,13 +203,13 @@ def test_one_process_per_accelerator_by_default() -> None:
 @pytest.mark.parametrize(
     ("flags", "devices", "env", "message"),
     [
-        ("--num_processes=8", 4, {}, "but this machine has 4. Use --num_processes 4, or --cpu"),
+        ("--num_processes=8", 4, {}, "but it has 4. Use --num_processes 4, or --cpu"),
         ("--multi_gpu", 1, {}, "needs at least two accelerators: got 1."),
-        ("--num_processes=2 --multi_gpu", 0, {}, "accelerators, but there are 0. Use --cpu"),
+        ("--num_processes=2 --multi_gpu", 0, {}, "accelerators, but it has 0. Use --cpu"),
         ("--num_processes=4 --gpu_ids=0,1", 4, {}, "--gpu_ids 0,1 lists 2"),
         (
             "--num_processes=2 --multi_gpu",
-            *(0, {"CUDA_VISIBLE_DEVICES": ""}, "with CUDA_VISIBLE_DEVICES= there are 0"),
+            *(0, {"CUDA_VISIBLE_DEVICES": ""}, "but it has 0 (CUDA_VISIBLE_DEVICES is set). Use"),
         ),
         ("--enable_cpu_affinity --cpu", 4, {}, "Leave it out on CPUs and TPUs"),
     ],
