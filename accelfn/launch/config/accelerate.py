@@ -65,13 +65,13 @@ def import_accelerate(text: str, path: str) -> ConfigFile:
     values: dict[str, object] = {}
     lines: dict[str, str] = {}
     notes: list[str] = []
-    others: list[str] = []  # keys of launchers that start the other machines
+    others: dict[str, str] = {}  # keys of launchers that start the other machines, and where they stand
     for keys, value in document.entries(FILE_SECTIONS):
         prefix = FILE_SECTIONS.get(keys[0], "") if keys[1:] else ""
         key = prefix + keys[-1].removeprefix(prefix)
         if key in OTHER_LAUNCHERS or key in DROPPED:
             if value not in _UNSET:
-                others += [key] if key in OTHER_LAUNCHERS else []
+                others |= {key: document.where(keys)} if key in OTHER_LAUNCHERS else {}
                 notes.append(f"{key}: dropped; {OTHER_LAUNCHERS.get(key) or DROPPED[key]}.")
         elif key == "distributed_type" and not is_job:
             values |= _read_type(str(value).upper(), document.where(keys), notes)
@@ -81,10 +81,10 @@ def import_accelerate(text: str, path: str) -> ConfigFile:
                 values[name] = read
             lines[name] = document.lines.get(keys, "")
     _settle(values, notes)
-    if others and values.get("num_machines", 1) != 1:
+    for key, where in others.items() if values.get("num_machines", 1) != 1 else ():
         raise ConfigurationError(
-            f"{path}: {others[0]}: accelfn launch starts the processes of one machine. Remove the key, and "
-            f"{OTHER_LAUNCHERS[others[0]]}"
+            f"{where}: {key}: accelfn launch starts the processes of one machine. Remove the key, and "
+            f"{OTHER_LAUNCHERS[key]}"
         )
     return ConfigFile(path=path, values=values, lines=lines, notes=tuple(notes))
 

@@ -66,7 +66,10 @@ def test_the_estimators_arguments() -> None:
         (f"{JOB} --num_processes=8 train.py", "--num_processes .flag --num_processes. has no effect"),
         (f"{JOB} --max_restarts=1 train.py", "--max_restarts .*has no effect"),
         (f"{JOB} --num_machines=2 train.py", "needs --sagemaker_distributed_type DATA_PARALLEL"),
-        (f"{JOB} --sagemaker_distributed_type=MODEL_PARALLEL train.py", "it must be one of NO, DATA_PARALLEL, got"),
+        (
+            f"{JOB} --sagemaker_distributed_type=MODEL_PARALLEL train.py",
+            "it must be one of NO, DATA_PARALLEL, got",
+        ),
         (f"{JOB} --additional_args=7 train.py", "--additional_args takes NAME=VALUE, got '7'"),
         (f"{JOB} train.py data", "as --name value; 'data' isn't so. Write"),
         (f"{JOB} train.py --fast --lr 1", "a value behind each name"),

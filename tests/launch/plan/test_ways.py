@@ -111,7 +111,7 @@ def test_steps_of_slurm() -> None:
     }
     with pytest.raises(ConfigurationError, match="srun --ntasks-per-node=1 accelfn launch"):
         read_step({**four, "SLURM_STEP_NUM_TASKS": "8"})
-    with pytest.raises(ConfigurationError, match="SLURM_NODEID must be an integer[.]$"):
+    with pytest.raises(ConfigurationError, match=r"SLURM_NODEID must be an integer\.$"):
         read_step({**four, "SLURM_NODEID": "x"})
     for hosts in ("", "a[1-2", "a]b", "a,,b"):
         with pytest.raises(ConfigurationError, match="unknown format of a SLURM host list"):
