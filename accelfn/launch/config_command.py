@@ -72,7 +72,7 @@ def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if values is None:
         print(f"accelfn config: {path} was not changed.", file=sys.stderr)
         return 1
-    status = _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
+    status = _save(values, path)
     print(format_launch(values, path if options.config_file else None))
     return status
 
@@ -80,14 +80,12 @@ def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _path(options, environment)
     _refuse_to_overwrite(path, options)
-    values = default_values(read_machine(environment), options.mixed_precision)
-    return _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
+    return _save(default_values(read_machine(environment), options.mixed_precision), path)
 
 
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _path(options, environment)
-    file = _read(path)
-    return _save(format_config(LaunchConfig(**file.values), path, frozenset(file.values)), path)
+    return _save(_read(path).values, path)
 
 
 def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -118,15 +116,12 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if not text.strip():
         raise ConfigurationError(f"{source} is empty, so there is nothing to import. Pass a config file.")
     imported = import_accelerate(text, source)
-    try:
-        config = LaunchConfig(**imported.values)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{source} has conflicting values: {error}") from None
+    resolve({}, {}, imported)  # which names the lines of values that conflict
     for note in imported.notes:
         print(f"note: {note}", file=sys.stderr)
     path = _path(options, environment)
     _refuse_to_overwrite(path, options)
-    return _save(format_config(config, path), path)
+    return _save(imported.values, path)
 
 
 def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
@@ -134,7 +129,8 @@ def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
         raise ConfigurationError(f"{path} exists. Pass --overwrite, or another --config_file.")
 
 
-def _save(text: str, path: str) -> int:
+def _save(values: Mapping[str, Any], path: str) -> int:
+    text = format_config(LaunchConfig(**values), path, frozenset(values))
     with contextlib.suppress(FileExistsError, NotADirectoryError):  # which write_text finds too
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     write_text(path, text)
@@ -154,29 +150,24 @@ def make_parser() -> CommandParser:
         description="Create, show, update and import config files of accelfn launch. Without a command, ask "
         "questions and write a config file.",
     )
-    parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
+    about_file = "config file to use instead of the default"
+    parser.add_argument("--config_file", metavar="FILE", help=about_file)
     actions = parser.add_subparsers(dest="action", metavar="command")
 
-    def add(name: str, about: str) -> argparse.ArgumentParser:
+    def add(name: str, about: str, *, writes: bool = False) -> argparse.ArgumentParser:
         command = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         # Suppressed, so that a value before the subcommand is kept.
-        command.add_argument(
-            "--config_file",
-            metavar="FILE",
-            default=argparse.SUPPRESS,
-            help="config file to use instead of the default",
-        )
+        command.add_argument("--config_file", metavar="FILE", default=argparse.SUPPRESS, help=about_file)
+        if writes:
+            command.add_argument("--overwrite", action="store_true", help="replace an existing file")
         return command
 
-    default = add("default", "write a default config file for this machine")
-    default.add_argument(
-        "--mixed_precision", choices=("no", "fp16", "bf16"), default="no", help="mixed precision (no)"
-    )
-    default.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    default = add("default", "write a default config file for this machine", writes=True)
+    precisions = ("no", "fp16", "bf16")
+    default.add_argument("--mixed_precision", choices=precisions, default="no", help="mixed precision (no)")
     add("update", "rewrite a config file in the current format")
     show = add("show", "show the values in effect and their sources")
     show.add_argument("--all", action="store_true", help="include defaults")
-    imported = add("import", "import a config file of Accelerate")
+    imported = add("import", "import a config file of Accelerate", writes=True)
     imported.add_argument("source", metavar="SOURCE", nargs="?", help="file (Accelerate's default file)")
-    imported.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser

@@ -15,6 +15,7 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config.files import read_config
 from accelfn.launch.config.kinds import FILE
 from accelfn.launch.config.questions import (
+    PACKAGES,
     Answers,
     Question,
     default_of,
@@ -50,7 +51,12 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, Any] | None:
         raise ConfigurationError(
             "accelfn config needs a terminal. Use accelfn config default, or pass flags to accelfn launch."
         )
-    questionary = _load_questionary()
+    try:
+        questionary: Any = importlib.import_module("questionary")
+    except ImportError as error:
+        raise MissingExtraError(
+            "accelfn config needs questionary, which is not installed. Run: pip install 'accelfn[cli]'"
+        ) from error
     _check_writable(path)
     saved: Mapping[str, Any] = MappingProxyType({})
     if os.path.exists(path):
@@ -66,21 +72,11 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, Any] | None:
     def ask(question: Question, choices: tuple[str, ...], default: object) -> str:
         return _ask(questionary, question, choices, default)
 
-    has_tpu, has_sagemaker, has_fp8, has_deepspeed = (
-        importlib.util.find_spec(package) is not None
-        for package in ("torch_xla", "sagemaker", "torchao", "deepspeed")
-    )
-    offered = (("fp8", "torchao", has_fp8), ("DeepSpeed", "deepspeed", has_deepspeed))
-    for what, extra in ((what, extra) for what, extra, is_there in offered if not is_there):
-        print(f"{what} isn't offered: it needs pip install 'accelfn[{extra}]'")
-    first = first_answers(
-        saved,
-        machine.devices,
-        has_tpu=has_tpu,
-        has_sagemaker=has_sagemaker,
-        has_fp8=has_fp8,
-        has_deepspeed=has_deepspeed,
-    )
+    installed = [package for package in PACKAGES if importlib.util.find_spec(package)]
+    for package, what in (("torchao", "fp8"), ("deepspeed", "DeepSpeed")):
+        if package not in installed:
+            print(f"{what} isn't offered: it needs pip install 'accelfn[{package}]'")
+    first = first_answers(saved, machine.devices, *installed)
     return values_of(ask_questions(first, saved, ask, print))
 
 
@@ -148,22 +144,9 @@ def format_prompt(question: Question, default: object) -> str:
     return f"{question.text} (such as {question.example}):"
 
 
-def _load_questionary() -> Any:
-    try:
-        import questionary
-    except ImportError as error:
-        raise MissingExtraError(
-            "accelfn config needs questionary, which is not installed. Run: pip install 'accelfn[cli]'"
-        ) from error
-    return questionary
-
-
 def _check_writable(path: str) -> None:
     """Check before the first question that the file can be written after the last."""
-    file = Path(path).absolute()
-    if file.is_dir():
-        raise ConfigurationError(f"{path} is a directory. Pass a file: accelfn config --config_file FILE")
-    folder = next(parent for parent in file.parents if parent.exists())
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigurationError(
             f"can't write {path}: {folder} is not a writable directory. Pass another file: accelfn config "
@@ -175,17 +158,12 @@ def _ask(questionary: Any, question: Question, few: tuple[str, ...], default: ob
     if question.kind.is_bool:
         answer = questionary.confirm(question.text, default=default is True).unsafe_ask()
         return "true" if answer else "false"
-    if few:
-        # The shortcut of a choice is its digit if all choices are digits, else its position.
-        are_digits = all(len(choice) == 1 and choice.isdecimal() for choice in few)
-        choices = [
-            questionary.Choice(choice, value=choice, shortcut_key=choice if are_digits else True)
-            for choice in few
-        ]
-        return questionary.select(
-            question.text,
-            choices=choices,
-            default=None if default is None else str(default),
-            use_shortcuts=len(few) < 10,
-        ).unsafe_ask()
-    return questionary.text(format_prompt(question, default)).unsafe_ask()
+    if not few:
+        return questionary.text(format_prompt(question, default)).unsafe_ask()
+    # The shortcut of a choice is its digit if all choices are digits, else its position.
+    are_digits = all(len(choice) == 1 and choice.isdecimal() for choice in few)
+    choices = [questionary.Choice(choice, shortcut_key=choice if are_digits else True) for choice in few]
+    given = None if default is None else str(default)
+    return questionary.select(
+        question.text, choices=choices, default=given, use_shortcuts=len(few) < 10
+    ).unsafe_ask()

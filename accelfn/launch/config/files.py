@@ -137,7 +137,12 @@ def parse_config(text: str, path: str) -> ConfigFile:
         raise ConfigurationError(
             f"{path} is a config file of Accelerate. Import it with: accelfn config import {path}"
         )
-    _check_version(document.tree.pop("config_version", "1"), path)
+    version = document.tree.pop("config_version", "1")
+    if version != str(CONFIG_VERSION):
+        raise ConfigurationError(
+            f"{path}: config_version must be {CONFIG_VERSION} in this accelfn, got {version!r}. Update "
+            "accelfn, or write a new file with accelfn config."
+        )
     by_path = {option.path: option for option in OPTIONS.values()}
     values: dict[str, Any] = {}
     lines: dict[str, str] = {}
@@ -175,21 +180,10 @@ def join_items(option: Option, value: object) -> str:
     return option.kind.separator.join(map(str, items))
 
 
-def _check_version(version: object, path: str) -> None:
-    if not (isinstance(version, str) and version.isdecimal() and int(version) > 0):
-        raise ConfigurationError(f"{path}: config_version must be {CONFIG_VERSION}.")
-    if int(version) > CONFIG_VERSION:
-        raise ConfigurationError(
-            f"{path}: config_version {version} is newer than version {CONFIG_VERSION} of this accelfn. "
-            "Update accelfn, or write a new file with accelfn config."
-        )
-
-
 def _hint(key: str, by_path: Mapping[str, Option], path: str) -> str:
     if key in _ACCELERATE_KEYS:
         return f" It is a key of Accelerate. Import its config file with: accelfn config import {path}"
-    names = {option.key: option.path for option in by_path.values()}
-    names |= {option.name: option.path for option in by_path.values()} | {key: key for key in by_path}
+    names = {name: path for path, option in by_path.items() for name in (option.key, option.name, path)}
     # Suggest a key of the same section first: `versoin` under fsdp is fsdp.version.
     close = RENAMED.get(key) or suggest(key, by_path) or suggest(key.rpartition(".")[2], names)
     section, dot, inner = names.get(close or "", "").rpartition(".")

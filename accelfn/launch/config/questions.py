@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.kinds import Kind, choice
-from accelfn.launch.config.options import OPTIONS, read_value
+from accelfn.launch.config.options import OPTIONS, Option, read_value
 from accelfn.launch.config.record import LaunchConfig
 
 #: Answers by question name; None for an optional question without an answer.
@@ -28,6 +28,16 @@ Condition = Mapping[str, object]
 ONE, CPUS, ACCELERATORS, TPU = "one process", "several processes on CPUs", "several accelerators", "TPU"
 _TYPES: Mapping[str, tuple[str, object]] = MappingProxyType(
     {ONE: ("num_processes", 1), CPUS: ("cpu", True), ACCELERATORS: ("multi_gpu", True), TPU: ("tpu", True)}
+)
+_MACHINE_TYPE = Option("machine_type", choice(*_TYPES), None, "hardware")
+#: Packages without which something isn't offered, and the value in a file with which it is.
+PACKAGES: Mapping[str, tuple[str, object]] = MappingProxyType(
+    {
+        "torch_xla": ("tpu", True),
+        "sagemaker": ("compute_environment", "AMAZON_SAGEMAKER"),
+        "torchao": ("mixed_precision", "fp8"),
+        "deepspeed": ("use_deepspeed", True),
+    }
 )
 
 
@@ -61,9 +71,14 @@ class Question:
         return all(_hold(answers, self.when)) and not any(_hold(answers, self.unless))
 
     @property
+    def option(self) -> Option:
+        """The option that it is about."""
+        return OPTIONS.get(self.name, _MACHINE_TYPE)
+
+    @property
     def kind(self) -> Kind[Any]:
         """Kind of the answer."""
-        return OPTIONS[self.name].kind if self.name in OPTIONS else choice(*_TYPES)
+        return self.option.kind
 
     def choices(self, answers: Answers) -> tuple[str, ...]:
         """Return the choices; empty if any text of the kind is valid."""
@@ -72,7 +87,7 @@ class Question:
     def default(self, answers: Answers) -> object:
         """Return the default answer, or None."""
         if self.usual is None:
-            return OPTIONS[self.name].default
+            return self.option.default
         return self.usual(answers) if callable(self.usual) else self.usual
 
 
@@ -88,7 +103,7 @@ def _number(answers: Answers, name: str, otherwise: int = 1) -> int:
 
 def _types_here(answers: Answers) -> tuple[str, ...]:
     accelerators = () if answers.get("devices") == 0 else (ACCELERATORS,)
-    return (ONE, CPUS, *accelerators, *((TPU,) if answers.get("has_tpu") else ()))
+    return (ONE, CPUS, *accelerators, *((TPU,) if answers.get("torch_xla") else ()))
 
 
 def _usual_type(answers: Answers) -> str:
@@ -130,7 +145,7 @@ def _precisions(answers: Answers) -> tuple[str, ...]:
     if answers.get("machine_type") == TPU:
         return ("no", "bf16")
     # DeepSpeed can't be combined with fp8.
-    has_fp8 = answers.get("has_fp8") is True and answers.get("use_deepspeed") is not True
+    has_fp8 = answers.get("torchao") is True and answers.get("use_deepspeed") is not True
     return ("no", "fp16", "bf16", *(("fp8",) if has_fp8 else ()))
 
 
@@ -163,7 +178,7 @@ _GIVEN = "none: set by the script"
 
 #: All questions in order. A question depends only on previous ones.
 QUESTIONS: tuple[Question, ...] = (
-    Question("compute_environment", "Where does the script run?", {"has_sagemaker": True}),
+    Question("compute_environment", "Where does the script run?", {"sagemaker": True}),
     Question("profile", "AWS profile (none: the credentials that boto3 finds)", _JOB, optional=True),
     Question("region", "AWS region", _JOB),
     Question("iam_role_name", "Role of the job, by name or ARN", _JOB, example="my-role"),
@@ -178,7 +193,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question("machine_type", "What hardware does the script run on?", None, _JOB, _usual_type, _types_here),
     Question("num_machines", "How many machines?", _MULTI),
     Question("num_machines", "How many machines?", {"sagemaker_distributed_type": "DATA_PARALLEL"}),
-    Question("use_deepspeed", "Train with DeepSpeed (ZeRO)?", {"has_deepspeed": True}, _ON_TPU),
+    Question("use_deepspeed", "Train with DeepSpeed (ZeRO)?", {"deepspeed": True}, _ON_TPU),
     Question("rdzv_backend", "Are ranks of machines fixed (static) or assigned?", _MACHINES, None, "static"),
     Question("machine_rank", "Rank of this machine", {"rdzv_backend": "static"}, None, 0, _ranks),
     Question("main_process_ip", "Address of machine 0", _ADDRESS, example="10.0.0.1"),
@@ -227,39 +242,25 @@ QUESTIONS: tuple[Question, ...] = (
 _DECIDED = frozenset((*(question.name for question in QUESTIONS), *(name for name, _ in _TYPES.values())))
 
 
-def first_answers(
-    saved: Mapping[str, object],
-    devices: int | None = 0,
-    *,
-    has_tpu: bool = False,
-    has_sagemaker: bool = False,
-    has_fp8: bool = False,
-    has_deepspeed: bool = False,
-) -> Answers:
+def first_answers(saved: Mapping[str, object], devices: int | None = 0, *installed: str) -> Answers:
     """Return the initial answers: the values of options without a question. Pure.
 
     Args:
         saved: Values of the existing config file, by option name.
         devices: Number of accelerators of this machine; None if unknown.
-        has_tpu: Whether torch_xla is installed.
-        has_sagemaker: Whether the sagemaker package is.
-        has_fp8: Whether torchao is installed.
-        has_deepspeed: Whether DeepSpeed is installed.
+        installed: Which of :data:`PACKAGES` are installed.
 
     >>> list(first_answers({"max_restarts": 3, "num_processes": 4}))
-    ['max_restarts', 'devices', 'has_tpu', 'has_sagemaker', 'has_fp8', 'has_deepspeed']
+    ['max_restarts', 'devices', 'torch_xla', 'sagemaker', 'torchao', 'deepspeed']
     """
     kept = {name: value for name, value in saved.items() if name not in _DECIDED and value is not None}
     # The file may be for another machine.
     known = None if devices == 0 and saved.get("multi_gpu") else devices
-    return {
-        **kept,
-        "devices": known,
-        "has_tpu": has_tpu or saved.get("tpu") is True,
-        "has_sagemaker": has_sagemaker or saved.get("compute_environment") == "AMAZON_SAGEMAKER",
-        "has_fp8": has_fp8 or saved.get("mixed_precision") == "fp8",
-        "has_deepspeed": has_deepspeed or saved.get("use_deepspeed") is True,
+    offered = {
+        package: package in installed or saved.get(name) == value
+        for package, (name, value) in PACKAGES.items()
     }
+    return {**kept, "devices": known, **offered}
 
 
 def next_question(answers: Answers) -> Question | None:
@@ -301,8 +302,7 @@ def read_answer(question: Question, answers: Answers, text: str) -> object:
     if question.optional and text.strip().lower() == "none":
         return None
     choices = question.choices(answers)
-    option = OPTIONS.get(question.name)
-    value = question.kind.read(text) if option is None else read_value(option, text)
+    value = read_value(question.option, text)
     if value is None or (choices and str(value) not in choices):
         accepted = f"one of {', '.join(choices)}" if choices else question.kind.accepts
         raise ValueError(f"it must be {accepted}, got {text!r}.")
@@ -339,4 +339,4 @@ def values_of(answers: Answers) -> dict[str, Any]:
     """
     values = {name: value for name, value in answers.items() if name in OPTIONS and value is not None}
     kind = answers.get("machine_type")
-    return values | ({} if kind is None else dict([_TYPES[str(kind)]]))
+    return values if kind is None else values | dict([_TYPES[str(kind)]])

@@ -166,7 +166,7 @@ def test_a_file_that_cannot_be_read_is_not_replaced_unasked(tmp_path: pathlib.Pa
         terminal.press("\r")
         status, screen = terminal.end()
     assert status == 1
-    assert "config_version 99 is newer" in screen
+    assert "config_version must be 1 in this accelfn, got '99'" in screen
     assert path.read_text() == "config_version: 99\n"
 
 

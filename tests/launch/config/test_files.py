@@ -45,7 +45,7 @@ def test_the_flag_wins_over_the_variable_and_both_are_asked_for() -> None:
         ("a: b: c", "a.yaml", "a.yaml, line 1, column 5: not valid YAML"),
         ("cpu: 1\ncpu: 0", "a.yaml", "line 2: repeated key 'cpu'"),
         ("- 1", "a.yaml", "must be a mapping of keys to values"),
-        ("config_version: 2", "a.yaml", "config_version 2 is newer than version 1 of this accelfn"),
+        ("config_version: 2", "a.yaml", "config_version must be 1 in this accelfn, got '2'. Update"),
         ("config_version: x", "a.yaml", "config_version must be 1"),
         ('{"cpu": 1,}', "a.json", "a.json is not valid JSON"),
         ("use_cpu: true", "a.yaml", "unknown key 'use_cpu'. Did you mean cpu?"),
