@@ -179,7 +179,7 @@ TEXT: Kind[str] = Kind("a non-empty text", _read_text, "TEXT")
 #: A file that must exist when the value is used; ``accelfn.launch.launch`` checks that.
 FILE: Kind[str] = Kind("a file name", _read_text, "FILE")
 HOST: Kind[str] = Kind("a host name or address", _matching(r"[\w.:%-]+|\[[\w.:%-]+\]"), "HOST")
-ENDPOINT: Kind[str] = Kind("HOST:PORT", _matching(r"([\w.%-]+|\[[\w.:%-]+\])(:[0-9]+)?"), "HOST:PORT")
+ENDPOINT: Kind[str] = Kind("HOST:PORT", _matching(r"([\w.%-]+|\[[\w.:%-]+\])(:[0-9]{1,5})?"), "HOST:PORT")
 _PAIR = r"\s*[^=\s,][^=,]*=\s*[^\s,][^,]*"
 PAIRS: Kind[str] = Kind("comma-separated key=value pairs", _matching(rf"{_PAIR}(,{_PAIR})*"), "KEY=VALUE,...")
 #: Output streams of processes, as torchrun has them.

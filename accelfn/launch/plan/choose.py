@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from accelfn.errors import ConfigurationError
@@ -236,31 +236,18 @@ def machine_variables(
 
 def exported_variables(resolved: Resolved) -> dict[str, str]:
     """Return the variables by which processes receive the options, on any machine. Pure."""
-    variables: dict[str, str] = {}
-    for name in _exported_options(resolved):
-        option = OPTIONS[name]
-        text = option.kind.write(getattr(resolved.config, name))
-        if name in ("dynamo_backend", "fp8_backend"):
-            text = text.upper()
-        for variable in option.exports:
-            variables[variable] = text
     config = resolved.config
+    variables: dict[str, str] = {}
+    for name, option in OPTIONS.items():
+        value = getattr(config, name)
+        is_set = value != option.default or resolved.origins[name].source != "default"
+        is_exported = is_set or option.section.name in _EXPORTED_SECTIONS
+        if value is not None and is_exported and is_active(config, option):
+            text = option.kind.write(value)
+            is_upper = name in ("dynamo_backend", "fp8_backend")
+            variables |= dict.fromkeys(option.exports, text.upper() if is_upper else text)
     parts = ("FPROP", "DGRAD", "WGRAD") if config.mixed_precision == "fp8" else ()
     for part, value in zip(parts, config.fp8_override_linear_precision, strict=False):
         if value:  # Accelerate has a variable for each part
             variables[f"ACCELFN_FP8_OVERRIDE_{part}"] = variables[f"ACCELERATE_FP8_OVERRIDE_{part}"] = "true"
     return variables
-
-
-def _exported_options(resolved: Resolved) -> Iterator[str]:
-    """Yield the names of the options to export to the processes."""
-    for name, option in OPTIONS.items():
-        value = getattr(resolved.config, name)
-        is_set = value != option.default or resolved.origins[name].source != "default"
-        if (
-            option.exports
-            and value is not None
-            and is_active(resolved.config, option)
-            and (is_set or option.section.name in _EXPORTED_SECTIONS)
-        ):
-            yield name
