@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
-from accelfn.launch.config.options import suggest
+from accelfn.launch.kinds import suggest
 
 _INSTEAD: Mapping[str, str] = MappingProxyType(
     {

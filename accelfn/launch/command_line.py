@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.accelerate_names import OTHER_LAUNCHERS, RENAMED
-from accelfn.launch.config.kinds import BOOL, FILE, suggest
-from accelfn.launch.config.options import OPTIONS, Option, Section
-from accelfn.launch.config.resolve import Given
+from accelfn.launch.accelerate_names import OTHER_LAUNCHERS, RENAMED
+from accelfn.launch.kinds import BOOL, FILE, suggest
+from accelfn.launch.options import OPTIONS, Option, Section
+from accelfn.launch.sources import Given
 
 #: A sentence for the help of every command.
 FLAG_NOTE = "In flag names, - and _ are equivalent."

@@ -11,14 +11,14 @@ from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError
+from accelfn.launch.accelerate_file import import_accelerate, read_any_config
+from accelfn.launch.ask import ask_values, format_launch
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.accelerate import import_accelerate, read_any_config
-from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.files import ConfigFile, find_config_file, format_config, read_text
-from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.resolve import resolve
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import ConfigFile, find_config_file, format_config, read_text
+from accelfn.launch.machine import Machine, read_machine
 from accelfn.launch.output import print_origins, write_text
-from accelfn.launch.plan.machine import Machine, read_machine
+from accelfn.launch.sources import resolve
 
 
 def run(options: argparse.Namespace) -> int:

@@ -19,9 +19,9 @@ from accelfn import __version__
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.command_line import FLAG_NOTE, CommandParser
-from accelfn.launch.config.files import find_config_file, parse_config, read_text, read_tree
-from accelfn.launch.config.kinds import TEXTS
-from accelfn.launch.config.options import OPTIONS
+from accelfn.launch.config_file import find_config_file, parse_config, read_text, read_tree
+from accelfn.launch.kinds import TEXTS
+from accelfn.launch.options import OPTIONS
 
 # Required packages, and optional ones to list if they are installed.
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")

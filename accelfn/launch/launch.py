@@ -15,18 +15,18 @@ from pathlib import Path
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.accelerate_file import read_any_config
+from accelfn.launch.cluster import read_mpi, read_step
 from accelfn.launch.command_line import CommandParser, Parsed, late_flags, launch_parser, parse_flags
-from accelfn.launch.config.accelerate import read_any_config
-from accelfn.launch.config.files import ConfigFile, find_config_file
-from accelfn.launch.config.kinds import FILE
-from accelfn.launch.config.options import OPTIONS, Option, read_value
-from accelfn.launch.config.record import is_active
-from accelfn.launch.config.resolve import Resolved, resolve
+from accelfn.launch.config import is_active
+from accelfn.launch.config_file import ConfigFile, find_config_file
+from accelfn.launch.kinds import FILE
+from accelfn.launch.machine import read_machine
+from accelfn.launch.options import OPTIONS, Option, read_value
 from accelfn.launch.output import print_origins
-from accelfn.launch.plan.choose import plan_launch
-from accelfn.launch.plan.commands import LOOPBACK, LaunchPlan, Script, format_plan
-from accelfn.launch.plan.machine import read_machine
-from accelfn.launch.plan.platforms import read_mpi, read_step
+from accelfn.launch.plan import plan_launch
+from accelfn.launch.plan_commands import LOOPBACK, LaunchPlan, Script, format_plan
+from accelfn.launch.sources import Resolved, resolve
 
 
 def make_parser() -> CommandParser:
@@ -105,7 +105,7 @@ def run(parsed: Parsed) -> int:
 
 
 def _print_sagemaker(resolved: Resolved, script: Script, *, dry_run: bool) -> int:
-    from accelfn.launch.plan.sagemaker import plan_sagemaker  # no other launch needs it
+    from accelfn.launch.sagemaker import plan_sagemaker  # no other launch needs it
 
     config = resolved.config
     files = (config.sagemaker_inputs_file, config.sagemaker_metrics_file)

@@ -288,10 +288,10 @@ def _configured(path: str) -> tuple[ContextOptions, int | None]:
     """Return what a configuration file asks of a context, as ``accelfn launch`` has it, and its ranks."""
     from accelfn.context.config import read_settings
     from accelfn.context.options import merge_settings
-    from accelfn.launch.config import resolve
     from accelfn.launch.launch import load_config
-    from accelfn.launch.plan.choose import machine_variables
-    from accelfn.launch.plan.machine import Machine
+    from accelfn.launch.machine import Machine
+    from accelfn.launch.plan import machine_variables
+    from accelfn.launch.sources import resolve
 
     resolved = resolve({}, {}, load_config(path, os.environ))
     asked = merge_settings({}, read_settings(machine_variables(resolved, Machine(), {}, 1)))

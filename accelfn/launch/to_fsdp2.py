@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
+from accelfn.launch.accelerate_names import FSDP_STRATEGIES, ONLY_FSDP_1, RENAMED
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.accelerate_names import FSDP_STRATEGIES, ONLY_FSDP_1, RENAMED
-from accelfn.launch.config.files import format_tree, read_text, read_tree
-from accelfn.launch.config.options import OPTIONS
+from accelfn.launch.config_file import format_tree, read_text, read_tree
+from accelfn.launch.options import OPTIONS
 from accelfn.launch.output import write_text
 
 # The FSDP section and the prefix of its keys: Accelerate's and ours.

@@ -8,7 +8,7 @@ import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import launch_parser, parse_flags
-from accelfn.launch.config import OPTIONS
+from accelfn.launch.options import OPTIONS
 from tests.launch.processes import ROOT, environment
 
 

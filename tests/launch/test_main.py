@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelfn.launch.main import main
-from accelfn.launch.plan.commands import AGENT
+from accelfn.launch.plan_commands import AGENT
 from tests.launch.processes import ROOT, environment
 
 ANSWERS: list[tuple[list[str], int]] = [

@@ -9,8 +9,8 @@ import yaml
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
+from accelfn.launch.accelerate_file import read_any_config
 from accelfn.launch.config import LaunchConfig
-from accelfn.launch.config.accelerate import read_any_config
 
 # Each file, after what is expected of it: the flags that mean the same, how a machine with eight
 # accelerators starts it, and the notes; or the error.

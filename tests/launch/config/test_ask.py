@@ -17,9 +17,10 @@ from types import ModuleType
 
 import pytest
 
-from accelfn.launch.config import LaunchConfig, read_config
-from accelfn.launch.config.questions import QUESTIONS
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import read_config
 from accelfn.launch.main import main
+from accelfn.launch.questions import QUESTIONS
 from tests.launch.processes import ROOT
 
 PATIENCE_S = 60  # until the terminal is taken to hang; no figure of speed

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config import default_path, find_config_file, parse_config, read_config
+from accelfn.launch.config_file import default_path, find_config_file, parse_config, read_config
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.launch.config import LaunchConfig, format_config, parse_config, resolve
-from accelfn.launch.config.ask import ask_questions
-from accelfn.launch.config.questions import (
+from accelfn.launch.ask import ask_questions
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import format_config, parse_config
+from accelfn.launch.machine import Machine
+from accelfn.launch.plan import plan_launch
+from accelfn.launch.plan_commands import Script
+from accelfn.launch.questions import (
     QUESTIONS,
     Answers,
     Question,
@@ -18,9 +22,7 @@ from accelfn.launch.config.questions import (
     read_answer,
     values_of,
 )
-from accelfn.launch.plan.choose import plan_launch
-from accelfn.launch.plan.commands import Script
-from accelfn.launch.plan.machine import Machine
+from accelfn.launch.sources import resolve
 
 TEXTS = ("a", "10.0.0.7", "two words", "no", "a,b", "'quoted' \"twice\"", "x: y # z", "Grüße")
 NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "12", "-1", "0.5", "29501", "all", "0,1", "0,0", "none", "")

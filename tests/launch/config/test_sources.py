@@ -9,17 +9,10 @@ import pytest
 from accelfn.context.config.settings import VARIABLES
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import parse_flags
-from accelfn.launch.config import (
-    OPTIONS,
-    Given,
-    LaunchConfig,
-    Option,
-    Resolved,
-    format_config,
-    origin_rows,
-    parse_config,
-    resolve,
-)
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import format_config, parse_config
+from accelfn.launch.options import OPTIONS, Option
+from accelfn.launch.sources import Given, Resolved, origin_rows, resolve
 
 # Two texts for an option, neither its default, where its kind doesn't say enough.
 SAMPLES = {

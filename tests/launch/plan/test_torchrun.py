@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import LaunchPlan, format_plan
-from accelfn.launch.plan.commands import AGENT, WORKER
+from accelfn.launch.plan_commands import AGENT, WORKER
 from tests.launch.plan.plans import plan_of
 
 TWO = "--num_machines=2 --num_processes=8 --main_process_ip=10.0.0.1"

@@ -8,7 +8,7 @@ import pytest
 from accelfn.context.config import DeepSpeedPlugin, MegatronLMPlugin, read_settings
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
-from accelfn.launch.plan.machine import read_machine
+from accelfn.launch.machine import read_machine
 from tests.launch.plan.plans import plan_of
 
 WORLD = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RANK", "WORLD_SIZE"}

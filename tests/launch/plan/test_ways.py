@@ -9,8 +9,8 @@ import pytest
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch import LaunchPlan
+from accelfn.launch.cluster import expand_hosts, read_mpi, read_step
 from accelfn.launch.launch import run_plan
-from accelfn.launch.plan.platforms import expand_hosts, read_mpi, read_step
 from tests.launch.plan.plans import plan_of
 from tests.launch.processes import ROOT
 

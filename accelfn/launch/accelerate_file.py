@@ -7,14 +7,14 @@ import json
 from typing import NoReturn, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.accelerate_names import (
+from accelfn.launch.accelerate_names import (
     DISTRIBUTED_TYPES,
     DROPPED,
     FILE_SECTIONS,
     OTHER_LAUNCHERS,
     RENAMED,
 )
-from accelfn.launch.config.files import (
+from accelfn.launch.config_file import (
     NULLS,
     ConfigFile,
     is_of_accelerate,
@@ -24,8 +24,8 @@ from accelfn.launch.config.files import (
     read_text,
     read_tree,
 )
-from accelfn.launch.config.kinds import suggest
-from accelfn.launch.config.options import OPTIONS, Option, read_entry
+from accelfn.launch.kinds import suggest
+from accelfn.launch.options import OPTIONS, Option, read_entry
 
 # Values of a key without effect here with which it asks for nothing.
 _UNSET = (*NULLS, "false", "False", "no", "0", "none", "standard")

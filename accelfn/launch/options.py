@@ -1,7 +1,7 @@
 """The table of launch options, from which flags, variables, config keys, help and questions come.
 
 A field has its type, its section, its kind of value, its help and, unless that is None, its default.
-:class:`~accelfn.launch.config.record.LaunchConfig` is the record of them with their checks.
+:class:`~accelfn.launch.config.LaunchConfig` is the record of them with their checks.
 """
 
 # ruff: noqa: RUF009 -- the calls in the record are its fields
@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.accelerate_names import FSDP_STRATEGIES
-from accelfn.launch.config.kinds import (
+from accelfn.launch.accelerate_names import FSDP_STRATEGIES
+from accelfn.launch.kinds import (
     BOOL,
     COUNT,
     DEVICES,

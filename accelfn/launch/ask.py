@@ -12,9 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.files import read_config
-from accelfn.launch.config.kinds import FILE
-from accelfn.launch.config.questions import (
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import read_config
+from accelfn.launch.kinds import FILE
+from accelfn.launch.machine import Machine
+from accelfn.launch.questions import (
     PACKAGES,
     Answers,
     Question,
@@ -24,8 +26,6 @@ from accelfn.launch.config.questions import (
     read_answer,
     values_of,
 )
-from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.plan.machine import Machine
 
 #: Asks a question, given its choices and default. Returns the text of the answer, empty for the default.
 Ask = Callable[[Question, tuple[str, ...], object], str]
@@ -133,7 +133,7 @@ def format_launch(values: Mapping[str, object], config_file: str | None) -> str:
 def format_prompt(question: Question, default: object) -> str:
     """Format a question with its default. Pure.
 
-    >>> from accelfn.launch.config.questions import QUESTIONS
+    >>> from accelfn.launch.questions import QUESTIONS
     >>> format_prompt(next(each for each in QUESTIONS if each.name == "num_machines"), 2)
     'How many machines? [2]:'
     """

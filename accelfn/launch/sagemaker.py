@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import changed_values
-from accelfn.launch.config.resolve import Resolved
-from accelfn.launch.plan.choose import exported_variables
-from accelfn.launch.plan.commands import Script
+from accelfn.launch.config import changed_values
+from accelfn.launch.options import OPTIONS
+from accelfn.launch.plan import exported_variables
+from accelfn.launch.plan_commands import Script
+from accelfn.launch.sources import Resolved
 
 # Options that decide how this machine starts processes, which SageMaker does itself.
 _OF_MACHINES = ("Machines", "Elastic")

@@ -10,10 +10,10 @@ from typing import Any
 
 from accelfn.devices import DEVICE_TYPES
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.files import ConfigFile
-from accelfn.launch.config.kinds import TEXT, TEXTS
-from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, Option, read_entry
-from accelfn.launch.config.record import LaunchConfig, is_active
+from accelfn.launch.config import LaunchConfig, is_active
+from accelfn.launch.config_file import ConfigFile
+from accelfn.launch.kinds import TEXT, TEXTS
+from accelfn.launch.options import EXCLUSIVE, OPTIONS, Option, read_entry
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, is_active
-from accelfn.launch.config.resolve import Resolved
-from accelfn.launch.plan.commands import (
+from accelfn.launch.config import LaunchConfig, changed_values, is_active
+from accelfn.launch.machine import Machine, crowding_notes
+from accelfn.launch.options import OPTIONS
+from accelfn.launch.plan_commands import (
     LaunchPlan,
     Script,
     elastic_options,
@@ -21,7 +21,7 @@ from accelfn.launch.plan.commands import (
     plan_xla,
     under_compat,
 )
-from accelfn.launch.plan.machine import Machine, crowding_notes
+from accelfn.launch.sources import Resolved
 
 # Sections exported with their defaults, which differ from those of the records that read them.
 _EXPORTED_SECTIONS = ("fsdp", "megatron_lm", "sagemaker")
@@ -53,9 +53,9 @@ def plan_launch(
 
     Raises:
         ConfigurationError: The machine lacks something that the configuration needs, or the script is to run
-            on SageMaker: see :func:`accelfn.launch.plan.sagemaker.plan_sagemaker`.
+            on SageMaker: see :func:`accelfn.launch.sagemaker.plan_sagemaker`.
 
-    >>> from accelfn.launch.config import Given, resolve
+    >>> from accelfn.launch.sources import Given, resolve
     >>> two = resolve({"num_processes": Given("2", "--num_processes")}, {})
     >>> plan = plan_launch(two, Script("train.py"), {}, Machine(cores=8))
     >>> plan.argv[-1], plan.env_changes

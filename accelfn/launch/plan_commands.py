@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, is_active
-from accelfn.launch.plan.machine import Machine
+from accelfn.launch.config import LaunchConfig, changed_values, is_active
+from accelfn.launch.machine import Machine
+from accelfn.launch.options import OPTIONS
 
 LOOPBACK = "127.0.0.1"
 #: torch's default, so that firewalls need no new rule.
 PORT = 29500
 #: Runs torchrun, and reports failures. Started by its path, because importing this package would add 0.1 s.
-AGENT = str(Path(__file__).parents[1] / "run" / "agent.py")
+AGENT = str(Path(__file__).parent / "run" / "agent.py")
 #: Runs a Python script, and records its exception.
-WORKER = str(Path(__file__).parents[1] / "run" / "worker.py")
+WORKER = str(Path(__file__).parent / "run" / "worker.py")
 
 
 @dataclass(frozen=True, slots=True)

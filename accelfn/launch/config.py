@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, Option, Options
+from accelfn.launch.options import EXCLUSIVE, OPTIONS, Option, Options
 
 
 class LaunchConfig(Options):

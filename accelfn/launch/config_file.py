@@ -12,10 +12,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.accelerate_names import FILE_SECTIONS, RENAMED
-from accelfn.launch.config.kinds import suggest
-from accelfn.launch.config.options import OPTIONS, SECTIONS, Option, read_entry
-from accelfn.launch.config.record import LaunchConfig, changed_values
+from accelfn.launch.accelerate_names import FILE_SECTIONS, RENAMED
+from accelfn.launch.config import LaunchConfig, changed_values
+from accelfn.launch.kinds import suggest
+from accelfn.launch.options import OPTIONS, SECTIONS, Option, read_entry
 
 #: The version of the file format.
 CONFIG_VERSION = 1

@@ -1,7 +1,7 @@
 """The questions of ``accelfn config``, as data and pure functions.
 
 Kinds, choices and defaults come from the table of options. Options without a question keep their values from
-the config file. ``accelfn.launch.config.ask`` asks the questions on a terminal.
+the config file. ``accelfn.launch.ask`` asks the questions on a terminal.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.kinds import Kind, choice
-from accelfn.launch.config.options import OPTIONS, Option, read_value
-from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.kinds import Kind, choice
+from accelfn.launch.options import OPTIONS, Option, read_value
 
 #: Answers by question name; None for an optional question without an answer.
 Answers = Mapping[str, object]
