@@ -6,13 +6,17 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 _N = TypeVar("_N", int, float)
 
-_BOOLS = dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True) | dict.fromkeys(
-    ("n", "no", "f", "false", "off", "0"), False
+_BOOLS = MappingProxyType(
+    {
+        **dict.fromkeys(("y", "yes", "t", "true", "on", "1"), True),
+        **dict.fromkeys(("n", "no", "f", "false", "off", "0"), False),
+    }
 )
 
 

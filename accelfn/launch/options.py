@@ -67,13 +67,15 @@ class Section:
         return f"--{self.switch}" if self.on is True else f"--{self.switch} {self.on or 'NAME'}"
 
     @overload
-    def option(self, kind: Kind[T], about: str, *, alias: str = "", file_key: str = "") -> T | None: ...
+    def __call__(self, kind: Kind[T], about: str, *, alias: str = ..., file_key: str = ...) -> T | None: ...
     @overload
-    def option(self, kind: Kind[T], about: str, default: T, *, alias: str = "", file_key: str = "") -> T: ...
-    def option(
+    def __call__(
+        self, kind: Kind[T], about: str, default: T, *, alias: str = "", file_key: str = ""
+    ) -> T: ...
+    def __call__(
         self, kind: Kind[Any], about: str, default: Any = None, *, alias: str = "", file_key: str = ""
     ) -> Any:
-        """Return the dataclass field of an option of this section; its attributes are those of Option."""
+        """Return the field of an option of this section; the arguments are the attributes of Option."""
         row = Option("", kind, default, about, alias, file_key, self)
         return dataclasses.field(default=default, metadata={"option": row})
 
@@ -166,25 +168,25 @@ _EXPORTED: Mapping[str, str] = MappingProxyType(
         "fp8_override_linear_precision": "",
     }
 )
-_general = Section("General").option
-_hardware = Section("Hardware").option
-_resources = Section("Resources").option
-_paradigm = Section("Paradigm", exports="ACCELERATE_").option
-_machines = Section("Machines").option
-_restarts = Section("Elastic").option
-_elastic = Section("Elastic training", switch="elastic").option
-_tpu = Section("TPU", switch="tpu").option
-_fsdp = Section("FSDP", "fsdp", "fsdp_", "use_fsdp", exports="FSDP_").option
-_zero = Section("DeepSpeed", "deepspeed", "deepspeed_", "use_deepspeed", True, "ACCELERATE_DEEPSPEED_").option
-_lm = Section("Megatron-LM", "megatron_lm", "megatron_lm_", "use_megatron_lm", exports="MEGATRON_LM_").option
+_general = Section("General")
+_hardware = Section("Hardware")
+_resources = Section("Resources")
+_paradigm = Section("Paradigm", exports="ACCELERATE_")
+_machines = Section("Machines")
+_restarts = Section("Elastic")
+_elastic = Section("Elastic training", switch="elastic")
+_tpu = Section("TPU", switch="tpu")
+_fsdp = Section("FSDP", "fsdp", "fsdp_", "use_fsdp", exports="FSDP_")
+_zero = Section("DeepSpeed", "deepspeed", "deepspeed_", "use_deepspeed", True, "ACCELERATE_DEEPSPEED_")
+_lm = Section("Megatron-LM", "megatron_lm", "megatron_lm_", "use_megatron_lm", exports="MEGATRON_LM_")
 _mesh = Section(
     *("Parallelism", "parallelism", "parallelism_config_"),
     *("use_parallelism_config", True, "PARALLELISM_CONFIG_"),
-).option
-_dynamo = Section("torch.compile", "dynamo", "dynamo_", "dynamo_backend", None, "ACCELERATE_DYNAMO_").option
-_fp8 = Section("FP8", "fp8", "fp8_", "mixed_precision", "fp8", "ACCELERATE_FP8_").option
-_pod = Section("TPU", "tpu_options", "tpu_", "tpu").option
-_sagemaker = Section("SageMaker", "sagemaker", "sagemaker_", "compute_environment", "AMAZON_SAGEMAKER").option
+)
+_dynamo = Section("torch.compile", "dynamo", "dynamo_", "dynamo_backend", None, "ACCELERATE_DYNAMO_")
+_fp8 = Section("FP8", "fp8", "fp8_", "mixed_precision", "fp8", "ACCELERATE_FP8_")
+_pod = Section("TPU", "tpu_options", "tpu_", "tpu")
+_sagemaker = Section("SageMaker", "sagemaker", "sagemaker_", "compute_environment", "AMAZON_SAGEMAKER")
 _PLACE = choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 _PRECISION = choice("no", "fp16", "bf16", "fp8")
 _RENDEZVOUS = choice("static", "c10d")

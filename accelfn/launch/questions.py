@@ -149,28 +149,34 @@ def _precisions(answers: Answers) -> tuple[str, ...]:
     return ("no", "fp16", "bf16", *(("fp8",) if has_fp8 else ()))
 
 
+def _given(**answers: object) -> Condition:
+    return MappingProxyType(answers)
+
+
 # Conditions of several questions.
 _SEVERAL = (CPUS, ACCELERATORS)
-_MULTI = MappingProxyType({"machine_type": _SEVERAL})
-_MACHINES = MappingProxyType({**_MULTI, "num_machines": range(2, maxsize)})
-_ADDRESS = MappingProxyType({**_MACHINES, "rdzv_endpoint": None})
-_ON_DEVICE = MappingProxyType({"machine_type": (ONE, ACCELERATORS)})
-_ON_CPU = MappingProxyType({"devices": 0, "cpu": True})
-_ON_TPU = MappingProxyType({"machine_type": TPU})
-_JOB = MappingProxyType({"compute_environment": "AMAZON_SAGEMAKER"})
-_IMAGE = MappingProxyType({**_JOB, "image_uri": None})
-_DEEPSPEED = MappingProxyType({"use_deepspeed": True})
-_NO_FILE = MappingProxyType({"deepspeed_config_file": None})
-_ZERO = MappingProxyType({**_DEEPSPEED, **_NO_FILE})
-_STAGE_3 = MappingProxyType({"zero_stage": 3})
-_FSDP = MappingProxyType({"use_fsdp": True})
-_BY_CLASS = MappingProxyType({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})
-_MESH = MappingProxyType({"use_parallelism_config": True})
-_MANY = MappingProxyType({"machine_type": (*_SEVERAL, TPU)})
-_STATE_ON_DISK = MappingProxyType({"offload_optimizer_device": "nvme"})
-_PARAMS_ON_DISK = MappingProxyType({"offload_param_device": "nvme"})
-_BY_SIZE = MappingProxyType({"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"})
-_FP8_FSDP = MappingProxyType({**_FSDP, "mixed_precision": "fp8"})
+_MULTI = _given(machine_type=_SEVERAL)
+_MACHINES = _given(**_MULTI, num_machines=range(2, maxsize))
+_ADDRESS = _given(**_MACHINES, rdzv_endpoint=None)
+_ONE = _given(machine_type=ONE)
+_ON_DEVICE = _given(machine_type=(ONE, ACCELERATORS))
+_ON_CPU = _given(devices=0, cpu=True)
+_ON_TPU = _given(machine_type=TPU)
+_JOB = _given(compute_environment="AMAZON_SAGEMAKER")
+_IMAGE = _given(**_JOB, image_uri=None)
+_DEEPSPEED = _given(use_deepspeed=True)
+_NO_FILE = _given(deepspeed_config_file=None)
+_ZERO = _given(**_DEEPSPEED, **_NO_FILE)
+_SHARDED = _given(zero_stage=(1, 2, 3))
+_STAGE_3 = _given(zero_stage=3)
+_FSDP = _given(use_fsdp=True)
+_BY_CLASS = _given(fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP")
+_MESH = _given(use_parallelism_config=True)
+_MANY = _given(machine_type=(*_SEVERAL, TPU))
+_STATE_ON_DISK = _given(offload_optimizer_device="nvme")
+_PARAMS_ON_DISK = _given(offload_param_device="nvme")
+_BY_SIZE = _given(fsdp_auto_wrap_policy="SIZE_BASED_WRAP")
+_FP8_FSDP = _given(**_FSDP, mixed_precision="fp8")
 # Fewer choices than those of the option, or in another order.
 _STAGES = ("2", "3", "1", "0")
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -178,7 +184,7 @@ _GIVEN = "none: set by the script"
 
 #: All questions in order. A question depends only on previous ones.
 QUESTIONS: tuple[Question, ...] = (
-    Question("compute_environment", "Where does the script run?", {"sagemaker": True}),
+    Question("compute_environment", "Where does the script run?", _given(sagemaker=True)),
     Question("profile", "AWS profile (none: the credentials that boto3 finds)", _JOB, optional=True),
     Question("region", "AWS region", _JOB),
     Question("iam_role_name", "Role of the job, by name or ARN", _JOB, example="my-role"),
@@ -192,18 +198,18 @@ QUESTIONS: tuple[Question, ...] = (
     Question("ec2_instance_type", "Type of the machines", _JOB, example="ml.p4d.24xlarge"),
     Question("machine_type", "What hardware does the script run on?", None, _JOB, _usual_type, _types_here),
     Question("num_machines", "How many machines?", _MULTI),
-    Question("num_machines", "How many machines?", {"sagemaker_distributed_type": "DATA_PARALLEL"}),
-    Question("use_deepspeed", "Train with DeepSpeed (ZeRO)?", {"deepspeed": True}, _ON_TPU),
+    Question("num_machines", "How many machines?", _given(sagemaker_distributed_type="DATA_PARALLEL")),
+    Question("use_deepspeed", "Train with DeepSpeed (ZeRO)?", _given(deepspeed=True), _ON_TPU),
     Question("rdzv_backend", "Are ranks of machines fixed (static) or assigned?", _MACHINES, None, "static"),
-    Question("machine_rank", "Rank of this machine", {"rdzv_backend": "static"}, None, 0, _ranks),
+    Question("machine_rank", "Rank of this machine", _given(rdzv_backend="static"), None, 0, _ranks),
     Question("main_process_ip", "Address of machine 0", _ADDRESS, example="10.0.0.1"),
     Question("main_process_port", "Port on machine 0 (none: 29500)", _ADDRESS, optional=True),
     Question("debug", "Check the arguments of collectives on all ranks? (slower)", _MULTI),
-    Question("cpu", "Use the CPU even if there is an accelerator?", {"machine_type": ONE}, {"devices": 0}),
+    Question("cpu", "Use the CPU even if there is an accelerator?", _ONE, _given(devices=0)),
     Question("dynamo_backend", "torch.compile backend for models", usual="no"),
     Question("deepspeed_config_file", "DeepSpeed's file (none: questions)", _DEEPSPEED, optional=True),
     Question("zero_stage", "ZeRO stage (1: optimizer state, 2: gradients, 3: all)", _ZERO, None, 2, _STAGES),
-    Question("offload_optimizer_device", "Place of optimizer state", {"zero_stage": (1, 2, 3)}, None, "none"),
+    Question("offload_optimizer_device", "Place of optimizer state", _SHARDED, None, "none"),
     Question("offload_optimizer_nvme_path", "Directory for optimizer state", _STATE_ON_DISK, example="/nvme"),
     Question("offload_param_device", "Place of parameters", _STAGE_3, None, "none"),
     Question("offload_param_nvme_path", "Directory for parameters", _PARAMS_ON_DISK, example="/nvme"),
@@ -214,8 +220,8 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question("use_fsdp", "Shard models over the processes with FSDP?", _MULTI, _DEEPSPEED),
     Question("fsdp_version", "Options of which FSDP version?", _FSDP, None, 2, ("2", "1")),
-    Question("fsdp_sharding_strategy", "Sharding strategy", {"fsdp_version": 1}, few=_STRATEGIES),
-    Question("fsdp_reshard_after_forward", "Reshard after the forward pass?", {"fsdp_version": 2}),
+    Question("fsdp_sharding_strategy", "Sharding strategy", _given(fsdp_version=1), few=_STRATEGIES),
+    Question("fsdp_reshard_after_forward", "Reshard after the forward pass?", _given(fsdp_version=2)),
     Question("fsdp_offload_params", "Offload parameters to host memory?", _FSDP),
     Question(
         "fsdp_auto_wrap_policy", "How to choose wrapped modules?", _FSDP, None, "TRANSFORMER_BASED_WRAP"
@@ -236,7 +242,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question("main_training_function", "Function of the script that each process calls", _ON_TPU),
     Question("mixed_precision", "Which mixed precision?", _NO_FILE, None, "no", _precisions),
     Question("fp8_enable_fsdp_float8_all_gather", "Gather FSDP parameters in 8 bits?", _FP8_FSDP),
-    Question("downcast_bf16", "Use fp32 for double?", {**_ON_TPU, "mixed_precision": "bf16"}),
+    Question("downcast_bf16", "Use fp32 for double?", _given(**_ON_TPU, mixed_precision="bf16")),
     Question("gradient_accumulation_steps", f"Accumulation steps ({_GIVEN})", _NO_FILE, optional=True),
 )
 _DECIDED = frozenset((*(question.name for question in QUESTIONS), *(name for name, _ in _TYPES.values())))
