@@ -11,11 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.accelerate_file import import_accelerate, read_any_config
 from accelfn.launch.ask import ask_values, format_launch
 from accelfn.launch.command_line import CommandParser
 from accelfn.launch.config import LaunchConfig
-from accelfn.launch.config_file import ConfigFile, find_config_file, format_config, read_text
+from accelfn.launch.config_file import ConfigFile, find_config_file, format_config, read_config
 from accelfn.launch.machine import Machine, read_machine
 from accelfn.launch.output import print_origins, write_text
 from accelfn.launch.sources import resolve
@@ -99,7 +98,7 @@ def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _read(path: str) -> ConfigFile:
-    file = read_any_config(path)
+    file = read_config(path)
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
     return file
@@ -112,16 +111,13 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
             f"there is no configuration of Accelerate at {source!r}. Pass its path: "
             "accelfn config import FILE"
         )
-    text = read_text(source)
-    if not text.strip():
+    file = _read(source)
+    if not (file.values or file.notes):
         raise ConfigurationError(f"{source} is empty, so there is nothing to import. Pass a config file.")
-    imported = import_accelerate(text, source)
-    resolve({}, {}, imported)  # which names the lines of values that conflict
-    for note in imported.notes:
-        print(f"note: {note}", file=sys.stderr)
+    resolve({}, {}, file)  # which names the lines of values that conflict
     path = _path(options, environment)
     _refuse_to_overwrite(path, options)
-    return _save(imported.values, path)
+    return _save(file.values, path)
 
 
 def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:

@@ -1,29 +1,23 @@
-"""Config files: find, parse and write them."""
+"""Config files: find, read and write them."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.errors import ConfigurationError
+from accelfn.launch.accelerate_file import is_of_accelerate, settle, translate
 from accelfn.launch.accelerate_names import FILE_SECTIONS, RENAMED
 from accelfn.launch.config import LaunchConfig, changed_values
+from accelfn.launch.documents import NULLS, Document, format_tree, read_document
 from accelfn.launch.kinds import suggest
 from accelfn.launch.options import OPTIONS, SECTIONS, Option, read_entry
 
 #: The version of the file format.
 CONFIG_VERSION = 1
-
-# Top-level keys that only config files of Accelerate have.
-_ACCELERATE_KEYS = ("distributed_type", *FILE_SECTIONS)
-# YAML's null.
-NULLS = ("", "~", "null", "Null", "NULL")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +89,7 @@ def find_config_file(
 
 
 def read_config(path: str) -> ConfigFile:
-    """Read a config file.
+    """Read a config file of accelfn or of Accelerate.
 
     Raises:
         ConfigurationError: It can't be read, isn't YAML or JSON, or has an invalid key or value.
@@ -122,7 +116,7 @@ def read_text(path: str) -> str:
 
 
 def parse_config(text: str, path: str) -> ConfigFile:
-    """Parse a config file. Pure.
+    """Parse a config file of accelfn or of Accelerate. Pure.
 
     Args:
         text: JSON if ``path`` ends in ``.json``, else YAML.
@@ -133,56 +127,42 @@ def parse_config(text: str, path: str) -> ConfigFile:
         MissingExtraError: As :func:`read_config`.
     """
     document = read_document(text, path)
-    if is_of_accelerate(document.tree):
-        raise ConfigurationError(
-            f"{path} is a config file of Accelerate. Import it with: accelfn config import {path}"
-        )
-    version = document.tree.pop("config_version", "1")
-    if version != str(CONFIG_VERSION):
-        raise ConfigurationError(
-            f"{path}: config_version must be {CONFIG_VERSION} in this accelfn, got {version!r}. Update "
-            "accelfn, or write a new file with accelfn config."
-        )
-    by_path = {option.path: option for option in OPTIONS.values()}
+    is_imported = is_of_accelerate(document.tree)
+    notes = [f"{path} is a config file of Accelerate, and was imported."] if is_imported else []
     values: dict[str, Any] = {}
     lines: dict[str, str] = {}
-    for keys, value in document.entries(SECTIONS):
-        key = ".".join(keys)
-        if key not in by_path:
-            raise ConfigurationError(
-                f"{document.where(keys)}: unknown key {key!r}.{_hint(key, by_path, path)}"
-            )
+    for keys, option, value in translate(document, notes) if is_imported else _own_entries(document):
         if value in NULLS or value == []:
             continue
         try:
-            name, values[name] = read_entry(by_path[key], join_items(by_path[key], value))
+            name, values[name] = read_entry(option, _join_items(option, value))
         except ValueError as error:
-            raise ConfigurationError(f"{document.where(keys)}: {key}: {error}") from None
+            raise ConfigurationError(f"{document.where(keys)}: {'.'.join(keys)}: {error}") from None
         lines[name] = document.lines.get(keys, "")
-    return ConfigFile(path=path, values=MappingProxyType(values), lines=MappingProxyType(lines))
+    if is_imported:
+        settle(values, notes)
+    return ConfigFile(path=path, values=values, lines=lines, notes=tuple(notes))
 
 
-def is_of_accelerate(tree: Mapping[str, Any]) -> bool:
-    """Return whether this is a config file of Accelerate. Pure."""
-    return "config_version" not in tree and not tree.keys().isdisjoint(_ACCELERATE_KEYS)
+def _own_entries(document: Document) -> Iterator[tuple[tuple[str, ...], Option, object]]:
+    """Yield the keys, option and value of each entry of a file of accelfn."""
+    version = document.tree.pop("config_version", "1")
+    if version != str(CONFIG_VERSION):
+        raise ConfigurationError(
+            f"{document.path}: config_version must be {CONFIG_VERSION} in this accelfn, got {version!r}. "
+            "Update accelfn, or write a new file with accelfn config."
+        )
+    by_path = {option.path: option for option in OPTIONS.values()}
+    for keys, value in document.entries(SECTIONS):
+        key = ".".join(keys)
+        if key not in by_path:
+            raise ConfigurationError(f"{document.where(keys)}: unknown key {key!r}.{_hint(key, by_path)}")
+        yield keys, by_path[key], value
 
 
-def join_items(option: Option, value: object) -> str:
-    """Return a value of a config file as the text of a flag.
-
-    Raises:
-        ValueError: The value is a section or a list of lists.
-    """
-    items = cast("list[object]", value) if isinstance(value, list) else [value]
-    if not all(isinstance(item, str) for item in items):
-        what = "a section" if isinstance(value, dict) else "a list of lists"
-        raise ValueError(f"it must be {option.kind.accepts}, got {what}.")
-    return option.kind.separator.join(map(str, items))
-
-
-def _hint(key: str, by_path: Mapping[str, Option], path: str) -> str:
-    if key in _ACCELERATE_KEYS:
-        return f" It is a key of Accelerate. Import its config file with: accelfn config import {path}"
+def _hint(key: str, by_path: Mapping[str, Option]) -> str:
+    if key in FILE_SECTIONS or key == "distributed_type":
+        return " It is a key of Accelerate, whose files have no config_version. Remove one of them."
     names = {name: path for path, option in by_path.items() for name in (option.key, option.name, path)}
     # Suggest a key of the same section first: `versoin` under fsdp is fsdp.version.
     close = RENAMED.get(key) or suggest(key, by_path) or suggest(key.rpartition(".")[2], names)
@@ -192,130 +172,13 @@ def _hint(key: str, by_path: Mapping[str, Option], path: str) -> str:
     return f" Did you mean {inner} in the section {section}?" if dot else f" Did you mean {inner}?"
 
 
-class Document(NamedTuple):
-    """The content of a YAML or JSON file."""
-
-    path: str
-    tree: dict[str, Any]
-    lines: Mapping[tuple[str, ...], str]  # of each key, such as "line 3"; empty for JSON
-
-    def where(self, keys: tuple[str, ...]) -> str:
-        """Return the place of a key, for messages."""
-        return ", ".join(filter(None, (self.path, self.lines.get(keys))))
-
-    def entries(self, sections: Collection[str]) -> Iterator[tuple[tuple[str, ...], object]]:
-        """Yield keys and values, of a section those in it.
-
-        Raises:
-            ConfigurationError: The value of a section isn't a mapping.
-        """
-        for key, value in self.tree.items():
-            if key not in sections:
-                yield (key,), value
-            elif isinstance(value, dict):
-                for inner, entry in cast("dict[str, object]", value).items():
-                    yield (key, str(inner)), entry
-            elif value not in NULLS:
-                raise ConfigurationError(f"{self.where((key,))}: {key} must be a section.")
-
-
-def read_tree(text: str, path: str, *, typed: bool = False) -> dict[str, Any]:
-    """Parse YAML or JSON into mappings, lists and scalars; as :func:`read_document`. Pure."""
-    return read_document(text, path, typed=typed).tree
-
-
-def read_document(text: str, path: str, *, typed: bool = False) -> Document:
-    """Parse YAML or JSON into mappings, lists and scalars. Pure.
-
-    Args:
-        text: JSON if ``path`` ends in ``.json``, else YAML.
-        path: Its path, for messages.
-        typed: Convert scalars as YAML does. Otherwise they stay texts, so that ``no`` is a word and null "".
-
-    Raises:
-        ConfigurationError: It is invalid, isn't a mapping, or repeats a key.
-        MissingExtraError: It is YAML, and PyYAML isn't installed.
-    """
-    lines: dict[tuple[str, ...], str] = {}
-    try:
-        if path.endswith(".json"):
-            tree = _read_json(text, path, typed)
-        else:
-            tree, lines = _read_yaml(text, path, typed)
-    except RecursionError:
-        raise ConfigurationError(
-            f"{path} is nested too deeply. A config file has sections with keys."
-        ) from None
-    if not isinstance(tree, dict):
-        raise ConfigurationError(f"{path} must be a mapping of keys to values.")
-    named = {str(key): value for key, value in cast("dict[Any, Any]", tree).items()}
-    return Document(path, named, lines)
-
-
-def _read_json(text: str, path: str, typed: bool) -> object:
-    def as_text(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: as_text(item) for key, item in cast("dict[str, object]", value).items()}
-        if isinstance(value, list):
-            return [as_text(item) for item in cast("list[object]", value)]
-        return "" if value is None else value if isinstance(value, str) else json.dumps(value)
-
-    try:
-        tree = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"{path} is not valid JSON: {error}.") from error
-    return tree if typed else as_text(tree)
-
-
-def _read_yaml(text: str, path: str, typed: bool) -> tuple[object, dict[tuple[str, ...], str]]:
-    yaml = load_yaml(path)
-    kind: Any = yaml.SafeLoader if typed else yaml.BaseLoader
-    try:
-        for event in yaml.parse(text, kind):
-            if isinstance(event, yaml.AliasEvent):
-                line = event.start_mark.line + 1
-                raise ConfigurationError(f"{path}, line {line}: aliases (*name) aren't supported.")
-        loader = kind(text)
-        root = loader.get_single_node()
-        return {} if root is None else loader.construct_document(root), _find_lines(root, path)
-    except ConfigurationError:
-        raise
-    except (yaml.YAMLError, ValueError) as error:
-        mark: Any = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise ConfigurationError(f"{path}{where}: not valid YAML: {problem}.") from error
-
-
-def _find_lines(node: Any, path: str, above: tuple[str, ...] = ()) -> dict[tuple[str, ...], str]:
-    """Return the line of each key below a node of YAML, and refuse repeated keys, which YAML accepts."""
-    lines: dict[tuple[str, ...], str] = {}
-    inner: Any = None if node is None else node.value
-    for item in cast("list[Any]", inner) if isinstance(inner, list) else ():
-        if not isinstance(item, tuple):
-            lines |= _find_lines(item, path, (*above, ""))
-            continue
-        key, value = cast("tuple[Any, Any]", item)
-        keys, line = (*above, str(key.value)), f"line {key.start_mark.line + 1}"
-        if keys in lines:
-            raise ConfigurationError(f"{path}, {line}: repeated key {key.value!r}. Remove one.")
-        lines |= {keys: line, **_find_lines(value, path, keys)}
-    return lines
-
-
-def load_yaml(path: str) -> Any:
-    """Import PyYAML to read or write ``path``.
-
-    Raises:
-        MissingExtraError: PyYAML isn't installed.
-    """
-    try:
-        return importlib.import_module("yaml")
-    except ImportError:
-        raise MissingExtraError(
-            f"{path} is YAML, and PyYAML is not installed. Run: pip install 'accelfn[cli]', or use a .json "
-            "file."
-        ) from None
+def _join_items(option: Option, value: object) -> str:
+    """Return a value of a config file as the text of a flag."""
+    items = cast("list[object]", value) if isinstance(value, list) else [value]
+    if not all(isinstance(item, str) for item in items):
+        what = "a section" if isinstance(value, dict) else "a list of lists"
+        raise ValueError(f"it must be {option.kind.accepts}, got {what}.")
+    return option.kind.separator.join(map(str, items))
 
 
 def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None = None) -> str:
@@ -342,14 +205,3 @@ def format_config(config: LaunchConfig, path: str, names: frozenset[str] | None 
         section = tree.setdefault(option.section.name, {}) if option.section.name else tree
         section[option.key] = [*value] if isinstance(value, tuple) else value
     return format_tree(tree, path)
-
-
-def format_tree(tree: Mapping[str, Any], path: str) -> str:
-    """Format a mapping as JSON if ``path`` ends in ``.json``, else as YAML. Pure.
-
-    Raises:
-        MissingExtraError: The format is YAML, and PyYAML isn't installed.
-    """
-    if path.endswith(".json"):
-        return json.dumps(tree, indent=2) + "\n"
-    return str(load_yaml(path).safe_dump(dict(tree), sort_keys=False, allow_unicode=True))

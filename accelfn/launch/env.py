@@ -19,7 +19,8 @@ from accelfn import __version__
 from accelfn.devices import device_type
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.command_line import FLAG_NOTE, CommandParser
-from accelfn.launch.config_file import find_config_file, parse_config, read_text, read_tree
+from accelfn.launch.config_file import find_config_file, parse_config, read_text
+from accelfn.launch.documents import read_tree
 from accelfn.launch.kinds import TEXTS
 from accelfn.launch.options import OPTIONS
 

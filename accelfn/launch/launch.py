@@ -15,11 +15,10 @@ from pathlib import Path
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.accelerate_file import read_any_config
 from accelfn.launch.cluster import read_mpi, read_step
 from accelfn.launch.command_line import CommandParser, Parsed, late_flags, launch_parser, parse_flags
 from accelfn.launch.config import is_active
-from accelfn.launch.config_file import ConfigFile, find_config_file
+from accelfn.launch.config_file import ConfigFile, find_config_file, read_config
 from accelfn.launch.kinds import FILE
 from accelfn.launch.machine import read_machine
 from accelfn.launch.options import OPTIONS, Option, read_value
@@ -51,7 +50,7 @@ def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile
     path, is_requested = find_config_file(given, environment, sys.platform, os.path.expanduser("~"))
     if not is_requested and not os.path.exists(path):
         return None
-    file = read_any_config(path)
+    file = read_config(path)
     for note in file.notes:
         print(f"accelfn launch: {note}", file=sys.stderr)
     return file

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, cast
 from accelfn.errors import ConfigurationError
 from accelfn.launch.accelerate_names import FSDP_STRATEGIES, ONLY_FSDP_1, RENAMED
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config_file import format_tree, read_text, read_tree
+from accelfn.launch.config_file import read_text
+from accelfn.launch.documents import format_tree, read_tree
 from accelfn.launch.options import OPTIONS
 from accelfn.launch.output import write_text
 

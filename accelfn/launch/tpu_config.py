@@ -12,7 +12,8 @@ from typing import Any, cast
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config_file import find_config_file, read_text, read_tree
+from accelfn.launch.config_file import find_config_file, read_text
+from accelfn.launch.documents import read_tree
 
 # A directory without user files that could shadow an installed package.
 _DIRECTORY = "/usr/share"

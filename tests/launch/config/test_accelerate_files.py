@@ -9,8 +9,8 @@ import yaml
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
-from accelfn.launch.accelerate_file import read_any_config
 from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import read_config
 
 # Each file, after what is expected of it: the flags that mean the same, how a machine with eight
 # accelerators starts it, and the notes; or the error.
@@ -35,7 +35,7 @@ def test_a_file_means_what_it_means_there(
     monkeypatch.chdir(tmp_path)
     ((_, flags), (_, started), *notes), text = CASES[name]
     Path(path).write_text(text if path.endswith(".yaml") else json.dumps(yaml.safe_load(text)))
-    file = read_any_config(path)
+    file = read_config(path)
     resolved = resolve({}, {}, file)
     assert resolved.config == config_of(flags)
     plan = plan_launch(resolved, Script("train.py"), {}, Machine(devices=8))
@@ -53,7 +53,7 @@ def test_a_file_is_refused_with_line_and_remedy(
     ((_, message),), text = CASES[name]
     Path("a.yaml").write_text(text)
     with pytest.raises(ConfigurationError) as caught:
-        resolve({}, {}, read_any_config("a.yaml"))
+        resolve({}, {}, read_config("a.yaml"))
     if not message.startswith("--"):
         assert str(caught.value).startswith("a.yaml")
     assert message in str(caught.value)
@@ -106,10 +106,10 @@ def test_flags_fill_and_correct_a_file_before_it_is_checked(name: str, tmp_path:
     path = tmp_path / "a.yaml"
     path.write_text(text if "distributed_type" in text else f"distributed_type: NO\n{text}")
     given = parse_flags(flags.split()).flags
-    assert resolve(given, {}, read_any_config(str(path))).config == config_of(f"{flags} {meaning}")
+    assert resolve(given, {}, read_config(str(path))).config == config_of(f"{flags} {meaning}")
 
 
 def test_a_variable_of_the_shell_selects_accelerators_before_a_file(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("distributed_type: MULTI_GPU\ngpu_ids: '0,1,2,3'")
-    file = read_any_config(str(tmp_path / "a.yaml"))
+    file = read_config(str(tmp_path / "a.yaml"))
     assert resolve({}, {"CUDA_VISIBLE_DEVICES": "5"}, file).config.gpu_ids == "all"
