@@ -36,7 +36,7 @@ def test_the_flag_wins_over_the_variable_and_both_are_asked_for() -> None:
         ("num_proceses: 2", "a.yaml", "line 1: unknown key 'num_proceses'. Did you mean num_pro"),
         ("fsdp:\n  versoin: 2", "a.yaml", "line 2: unknown key 'fsdp.versoin'. Did you mean ver"),
         ("fsdp_version: 2", "a.yaml", "Did you mean version in the section fsdp?"),
-        ("config_version: 1\nfsdp_config: {a: 1}", "a.yaml", "with: accelfn config import a.yaml"),
+        ("config_version: 1\nfsdp_config: {a: 1}", "a.yaml", "whose files have no config_version. Remove"),
         ("zzzz: 1", "a.yaml", "unknown key 'zzzz'."),
         ("cpu: maybe", "a.yaml", "line 1: cpu: it must be true or false"),
         ("cpu: [yes, no]", "a.yaml", "cpu: it must be true or false"),
