@@ -62,6 +62,7 @@ _DEEPSPEED = "start accelfn launch on every machine, or run: deepspeed --hostfil
 OTHER_LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
         "mpirun_hostfile": "run: mpirun --hostfile FILE python train.py",
+        "sbatch": "in a batch script, run: srun --ntasks-per-node=1 accelfn launch train.py",
         "deepspeed_hostfile": _DEEPSPEED,
         "deepspeed_multinode_launcher": _DEEPSPEED,
         "deepspeed_exclusion_filter": _DEEPSPEED,

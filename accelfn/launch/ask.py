@@ -61,13 +61,14 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, Any] | None:
     saved: Mapping[str, Any] = MappingProxyType({})
     if os.path.exists(path):
         try:
-            saved = read_config(path).values
-            LaunchConfig(**saved)
+            file = read_config(path)
+            LaunchConfig(**file.values)
+            saved = file.values
+            print(*file.notes, sep="\n", end="\n" if file.notes else "")
         except ConfigurationError as error:
             print(f"note: {error}", file=sys.stderr)
             if not questionary.confirm("Replace the file?", default=False).unsafe_ask():
                 return None
-            saved = MappingProxyType({})
 
     def ask(question: Question, choices: tuple[str, ...], default: object) -> str:
         return _ask(questionary, question, choices, default)

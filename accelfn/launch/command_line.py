@@ -152,9 +152,8 @@ def _find_flag(given: str) -> tuple[Option, str]:
     if flag in _FLAGS:
         return _FLAGS[flag]
     name = flag.removeprefix("--")
-    if name == "sbatch" or name in OTHER_LAUNCHERS:
-        slurm = "in a batch script, run: srun --ntasks-per-node=1 accelfn launch train.py"
-        how = OTHER_LAUNCHERS.get(name, slurm)
+    if name in OTHER_LAUNCHERS:
+        how = OTHER_LAUNCHERS[name]
         raise ConfigurationError(f"{given} is no flag of accelfn launch. {how[0].upper()}{how[1:]}")
     # difflib finds no match for an abbreviation.
     longer = [one for one in _FLAGS if one.startswith(flag)] if len(flag) > 5 else []
