@@ -41,8 +41,8 @@ TWO --rdzv_backend=c10d --main_process_port=1234 | rdzv_backend=c10d rdzv_endpoi
 TWO --rdzv_backend=c10d --machine_rank=1 --rdzv_conf=join_timeout=5 | rdzv_conf=join_timeout=5,is_host=0
 TWO --rdzv_backend=c10d --machine_rank=1 --rdzv_conf=is_host=1 | rdzv_conf=is_host=1
 --num_processes=2 --rdzv_endpoint=[fe80::1]:77 --rdzv_id=a7 | rdzv_endpoint=[fe80::1]:77 rdzv_id=a7
---monitor_interval=0.5 --log_dir=logs --shutdown_timeout=9 -t 3 -r 1 --role=w | monitor_interval=0.5 log_dir=logs shutdown_timeout=9
---monitor_interval=0.5 --log_dir=logs --shutdown_timeout=9 -t 3 -r 1 --role=w | tee=3 redirects=1 role=w
+--monitor_interval=0.5 --shutdown_timeout=9 --role=w | monitor_interval=0.5 shutdown_timeout=9 role=w
+--log_dir=logs -t 3 -r 1 | log_dir=logs tee=3 redirects=1
 --enable_cpu_affinity --num_processes=1 | numa_binding=node
 --use_deepspeed --num_processes=1 | nproc_per_node=1
 """

@@ -27,7 +27,8 @@ def twice(text: str) -> dict[str, str]:
 
 DEBUG = {"ACCELFN_DEBUG": "true", "ACCELERATE_DEBUG_MODE": "true"}
 FP8 = "--mixed_precision=fp8 --fp8_backend=te --fp8_override_linear_precision=false,true,false"
-EXPORTS = [
+OFI = twice("DYNAMO_BACKEND=OFI DYNAMO_USE_FULLGRAPH=true")
+EXPORTS: list[tuple[str, dict[str, str], dict[str, str]]] = [
     # Processes share the cores, unless the user says how.
     ("", {}, {"OMP_NUM_THREADS": "8"}),
     ("--num_processes 3", {}, {"OMP_NUM_THREADS": "2"}),
@@ -37,11 +38,8 @@ EXPORTS = [
     ("--mixed_precision bf16 --cpu", ONE, twice("MIXED_PRECISION=bf16 USE_CPU=true")),
     ("--gradient_accumulation_steps 4 --debug", ONE, {**twice("GRADIENT_ACCUMULATION_STEPS=4"), **DEBUG}),
     ("--gpu_ids 1,3", {**ONE, "CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1,3"}),
-    (
-        "--dynamo_backend=ofi --dynamo_use_fullgraph",
-        ONE,
-        twice("DYNAMO_BACKEND=OFI DYNAMO_USE_FULLGRAPH=true"),
-    ),
+    ("--dynamo_backend=ofi", ONE, twice("DYNAMO_BACKEND=OFI")),
+    ("--dynamo_backend=ofi --dynamo_use_fullgraph", {}, {**OFI, "OMP_NUM_THREADS": "8"}),
     (FP8, ONE, twice("MIXED_PRECISION=fp8 FP8_BACKEND=TE FP8_OVERRIDE_DGRAD=true")),
 ]
 
@@ -189,7 +187,7 @@ def test_one_process_per_accelerator_by_default() -> None:
 
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
-TOO_MANY = [
+TOO_MANY: list[tuple[str, int, dict[str, str], str]] = [
     ("--num_processes=8", 4, {}, "but it has 4. Use --num_processes 4, or --cpu"),
     ("--multi_gpu", 1, {}, "needs at least two accelerators: got 1."),
     ("--num_processes=2 --multi_gpu", 0, {}, "accelerators, but it has 0. Use --cpu"),
