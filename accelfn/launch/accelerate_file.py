@@ -15,11 +15,9 @@ from accelfn.launch.accelerate_names import (
     RENAMED,
 )
 from accelfn.launch.documents import NULLS, Document
-from accelfn.launch.kinds import suggest
+from accelfn.launch.kinds import BOOL, suggest
 from accelfn.launch.options import OPTIONS, Option
 
-# Values of a key without effect here with which it asks for nothing.
-_UNSET = (*NULLS, "false", "False", "no", "0", "none", "standard")
 # Values that leave an option unset: DeepSpeed's defaults, no compilation, a free port, any number.
 _UNSET_OPTIONS = (
     *(("gradient_accumulation_steps", "auto"), ("gradient_clipping", "auto")),
@@ -47,7 +45,7 @@ def translate(document: Document, notes: list[str]) -> Iterator[tuple[tuple[str,
         prefix = FILE_SECTIONS.get(keys[0], "") if keys[1:] else ""
         key = prefix + keys[-1].removeprefix(prefix)
         if key in OTHER_LAUNCHERS or key in DROPPED:
-            if value not in _UNSET:
+            if not _is_off(value):
                 notes.append(_drop(document, keys, key))
         elif key == "distributed_type" and not is_job:
             name = _read_type(str(value).upper(), document.where(keys), notes)
@@ -55,11 +53,17 @@ def translate(document: Document, notes: list[str]) -> Iterator[tuple[tuple[str,
                 yield keys, OPTIONS[name], "true"
         elif not keys[-1].startswith("_"):  # such as _comment
             if key == "fp16":  # until version 0.15
-                key, value = "mixed_precision", "fp16" if str(value).lower() in ("true", "yes") else ""
+                key, value = "mixed_precision", "" if _is_off(value) else "fp16"
             name = "sagemaker_distributed_type" if key == "distributed_type" else RENAMED.get(key, key)
             if name not in OPTIONS:
                 _refuse_key(keys, key, document.where(keys))
             yield keys, OPTIONS[name], _translate_value(OPTIONS[name], value, notes)
+
+
+def _is_off(value: object) -> bool:
+    """Return whether a key asks for nothing with this value."""
+    text = str(value)
+    return text in (*NULLS, "none", "standard") or (BOOL.can_read(text) and not BOOL.read(text))
 
 
 def _drop(document: Document, keys: tuple[str, ...], key: str) -> str:

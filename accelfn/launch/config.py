@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from math import prod
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.options import EXCLUSIVE, OPTIONS, Option, Options
+from accelfn.launch.options import EXCLUSIVE, OPTIONS, LaunchOptions, Option
 
 
-class LaunchConfig(Options):
+class LaunchConfig(LaunchOptions):
     """Options of ``accelfn launch``, one attribute per flag. ``None`` means unset.
 
     [The command line](../reference/cli.md) lists the options. The constructor validates them. A value:

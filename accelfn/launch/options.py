@@ -211,7 +211,7 @@ _SAGEMAKER_TYPE = choice("NO", "DATA_PARALLEL")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Options:
+class LaunchOptions:
     """One attribute per flag; ``None`` means unset. LaunchConfig also checks that they fit together."""
 
     module: bool = _general(BOOL, "run the script as a module, as python -m does", False, alias="-m")
@@ -374,7 +374,7 @@ class Options:
 
 
 def _read_table() -> dict[str, Option]:
-    rows = {row.name: row.metadata["option"] for row in dataclasses.fields(Options)}
+    rows = {row.name: row.metadata["option"] for row in dataclasses.fields(LaunchOptions)}
     return {name: dataclasses.replace(option, name=name) for name, option in rows.items()}
 
 

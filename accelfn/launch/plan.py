@@ -87,7 +87,7 @@ def plan_launch(
     else:
         plan = plan_torchrun(config, script, machine)
         if config.num_machines > 1 and config.preflight:
-            plan = dataclasses.replace(plan, rendezvous=_plan_rendezvous(config, script))
+            plan = dataclasses.replace(plan, rendezvous=_plan_preflight(config, script))
     if plan.way not in ("single", "torchrun"):
         _refuse_agent_flags(resolved, plan.way)
     variables |= dict(plan.env_changes)
@@ -183,7 +183,7 @@ def _check_streams(config: LaunchConfig, local_size: int) -> None:
         )
 
 
-def _plan_rendezvous(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
+def _plan_preflight(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
     host, port = endpoint_of(config)
     compare = [("num_machines", str(config.num_machines)), ("num_processes", str(config.num_processes))]
     for name, value in changed_values(config).items():
