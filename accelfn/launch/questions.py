@@ -53,7 +53,6 @@ class Question:
         unless: Answers of which none may hold.
         usual: The default answer if it isn't that of the option: a value or a function of the answers.
         few: The choices if they aren't those of the option, or a function of the answers.
-        optional: Whether ``none`` is an answer.
         example: A valid answer, for a required question without a default.
     """
 
@@ -63,8 +62,12 @@ class Question:
     unless: Condition | None = None
     usual: object = None
     few: tuple[str, ...] | Callable[[Answers], tuple[str, ...]] = ()
-    optional: bool = False
     example: str = ""
+
+    @property
+    def optional(self) -> bool:
+        """Whether ``none`` is an answer: there is no default, and none is needed."""
+        return self.option.default is None and self.usual is None and not self.example
 
     def is_asked(self, answers: Answers) -> bool:
         """Return whether to ask it, given the previous answers."""
@@ -185,15 +188,15 @@ _GIVEN = "none: set by the script"
 #: All questions in order. A question depends only on previous ones.
 QUESTIONS: tuple[Question, ...] = (
     Question("compute_environment", "Where does the script run?", _given(sagemaker=True)),
-    Question("profile", "AWS profile (none: the credentials that boto3 finds)", _JOB, optional=True),
+    Question("profile", "AWS profile (none: the credentials that boto3 finds)", _JOB),
     Question("region", "AWS region", _JOB),
     Question("iam_role_name", "Role of the job, by name or ARN", _JOB, example="my-role"),
-    Question("image_uri", "Image to run in (none: by its versions)", _JOB, optional=True),
+    Question("image_uri", "Image to run in (none: by its versions)", _JOB),
     Question("transformers_version", "Version of transformers in the image", _IMAGE, example="4.56.2"),
     Question("pytorch_version", "Version of torch in the image", _IMAGE, example="2.8.0"),
     Question("py_version", "Version of Python in the image", _IMAGE, example="py312"),
-    Question("sagemaker_inputs_file", "Table of inputs", _JOB, optional=True),
-    Question("sagemaker_metrics_file", "Table of metrics", _JOB, optional=True),
+    Question("sagemaker_inputs_file", "Table of inputs", _JOB),
+    Question("sagemaker_metrics_file", "Table of metrics", _JOB),
     Question("sagemaker_distributed_type", "Several processes per machine?", _JOB),
     Question("ec2_instance_type", "Type of the machines", _JOB, example="ml.p4d.24xlarge"),
     Question("machine_type", "What hardware does the script run on?", None, _JOB, _usual_type, _types_here),
@@ -203,32 +206,26 @@ QUESTIONS: tuple[Question, ...] = (
     Question("rdzv_backend", "Are ranks of machines fixed (static) or assigned?", _MACHINES, None, "static"),
     Question("machine_rank", "Rank of this machine", _given(rdzv_backend="static"), None, 0, _ranks),
     Question("main_process_ip", "Address of machine 0", _ADDRESS, example="10.0.0.1"),
-    Question("main_process_port", "Port on machine 0 (none: 29500)", _ADDRESS, optional=True),
+    Question("main_process_port", "Port on machine 0 (none: 29500)", _ADDRESS),
     Question("debug", "Check the arguments of collectives on all ranks? (slower)", _MULTI),
     Question("cpu", "Use the CPU even if there is an accelerator?", _ONE, _given(devices=0)),
     Question("dynamo_backend", "torch.compile backend for models", usual="no"),
-    Question("deepspeed_config_file", "DeepSpeed's file (none: questions)", _DEEPSPEED, optional=True),
+    Question("deepspeed_config_file", "DeepSpeed's file (none: questions)", _DEEPSPEED),
     Question("zero_stage", "ZeRO stage (1: optimizer state, 2: gradients, 3: all)", _ZERO, None, 2, _STAGES),
     Question("offload_optimizer_device", "Place of optimizer state", _SHARDED, None, "none"),
     Question("offload_optimizer_nvme_path", "Directory for optimizer state", _STATE_ON_DISK, example="/nvme"),
     Question("offload_param_device", "Place of parameters", _STAGE_3, None, "none"),
     Question("offload_param_nvme_path", "Directory for parameters", _PARAMS_ON_DISK, example="/nvme"),
-    Question("gradient_clipping", f"Maximum gradient norm ({_GIVEN})", _ZERO, optional=True),
+    Question("gradient_clipping", f"Maximum gradient norm ({_GIVEN})", _ZERO),
     Question("zero3_init_flag", "Create models already sharded, in zero3_init?", _STAGE_3, None, True),
-    Question(
-        "deepspeed_moe_layer_cls_names", "Classes of mixture-of-experts layers", _STAGE_3, optional=True
-    ),
+    Question("deepspeed_moe_layer_cls_names", "Classes of mixture-of-experts layers", _STAGE_3),
     Question("use_fsdp", "Shard models over the processes with FSDP?", _MULTI, _DEEPSPEED),
     Question("fsdp_version", "Options of which FSDP version?", _FSDP, None, 2, ("2", "1")),
     Question("fsdp_sharding_strategy", "Sharding strategy", _given(fsdp_version=1), few=_STRATEGIES),
     Question("fsdp_reshard_after_forward", "Reshard after the forward pass?", _given(fsdp_version=2)),
     Question("fsdp_offload_params", "Offload parameters to host memory?", _FSDP),
-    Question(
-        "fsdp_auto_wrap_policy", "How to choose wrapped modules?", _FSDP, None, "TRANSFORMER_BASED_WRAP"
-    ),
-    Question(
-        "fsdp_transformer_layer_cls_to_wrap", "Layer classes (none: the model's)", _BY_CLASS, optional=True
-    ),
+    Question("fsdp_auto_wrap_policy", "Which modules to wrap?", _FSDP, None, "TRANSFORMER_BASED_WRAP"),
+    Question("fsdp_transformer_layer_cls_to_wrap", "Layer classes (none: the model's)", _BY_CLASS),
     Question("fsdp_min_num_params", "Minimum number of parameters of a wrapped module", _BY_SIZE),
     Question(
         "use_parallelism_config", "Arrange processes in a mesh (replicas, shards, tp)?", _MULTI, _DEEPSPEED
@@ -243,7 +240,7 @@ QUESTIONS: tuple[Question, ...] = (
     Question("mixed_precision", "Which mixed precision?", _NO_FILE, None, "no", _precisions),
     Question("fp8_enable_fsdp_float8_all_gather", "Gather FSDP parameters in 8 bits?", _FP8_FSDP),
     Question("downcast_bf16", "Use fp32 for double?", _given(**_ON_TPU, mixed_precision="bf16")),
-    Question("gradient_accumulation_steps", f"Accumulation steps ({_GIVEN})", _NO_FILE, optional=True),
+    Question("gradient_accumulation_steps", f"Accumulation steps ({_GIVEN})", _NO_FILE),
 )
 _DECIDED = frozenset((*(question.name for question in QUESTIONS), *(name for name, _ in _TYPES.values())))
 
