@@ -3,8 +3,8 @@
 import pathlib
 
 from accelfn.launch.command_line import ACTIONS
-from accelfn.launch.config import OPTIONS, Option
 from accelfn.launch.main import COMMANDS
+from accelfn.launch.options import OPTIONS, Option
 
 __all__ = ("PAGE", "make_page")
 
@@ -27,7 +27,7 @@ GUIDES = {
 
 HEAD = """# accelfn launch: all flags
 
-<!-- Written by docs/cli.py from the table of options; change accelfn/launch/config/ and run it again. -->
+<!-- Written by docs/cli.py from the table of options; change accelfn/launch/options.py and run it again. -->
 
 `accelfn launch [flags] script [arguments of the script]`. The guide is [Launching](../guide/launch.md). In
 flag names, `-` and `_` are equivalent. A flag with BOOL needs no value, and also exists as `--no_...`, which

@@ -31,7 +31,7 @@ from accelfn.context import ContextOptions
 from accelfn.context.config import DynamoBackend, LoggerType
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import suggest
+from accelfn.launch.kinds import suggest
 from accelfn.tree import flatten, slice_tensors
 
 _PLUGINS = ("fsdp_plugin", "megatron_lm_plugin", "parallelism_config", "dynamo_plugin")

@@ -17,13 +17,13 @@ from accelfn.compat.alias import child_variables
 from accelfn.compat.helpers import patch_environment
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser, add_launch_flags, parse_flags
-from accelfn.launch.config.files import default_path, find_config_file, format_config
-from accelfn.launch.config.options import OPTIONS, read_value
-from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config import LaunchConfig
 from accelfn.launch.config_command import default_values
+from accelfn.launch.config_file import default_path, find_config_file, format_config
 from accelfn.launch.launch import load_config
+from accelfn.launch.machine import read_machine
+from accelfn.launch.options import OPTIONS, read_value
 from accelfn.launch.output import write_text
-from accelfn.launch.plan.machine import read_machine
 
 default_config_file: str = str(default_path(os.environ, sys.platform, str(Path.home())))
 

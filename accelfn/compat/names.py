@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from accelfn.launch.config.options import suggest
+from accelfn.launch.kinds import suggest
 
 # A line without indent is the module where names come from; one of accelfn begins with a dot. Below it are
 # modules of Accelerate, without their first part, and their names; `name=there` if it has another one there.

@@ -12,20 +12,16 @@ from accelfn.lazy import find_name as _find_name, list_names as _list_names
 
 if _TYPE_CHECKING:
     from accelfn.launch.command_line import parse_flags as parse_flags
-    from accelfn.launch.config import (
-        LaunchConfig as LaunchConfig,
-        Resolved as Resolved,
-        resolve as resolve,
-    )
-    from accelfn.launch.plan import (
+    from accelfn.launch.config import LaunchConfig as LaunchConfig
+    from accelfn.launch.sources import Resolved as Resolved, resolve as resolve
+    from accelfn.launch.machine import Machine as Machine
+    from accelfn.launch.plan import plan_launch as plan_launch
+    from accelfn.launch.plan_commands import (
         LaunchPlan as LaunchPlan,
-        Machine as Machine,
-        SagemakerPlan as SagemakerPlan,
         Script as Script,
         format_plan as format_plan,
-        plan_launch as plan_launch,
-        plan_sagemaker as plan_sagemaker,
     )
+    from accelfn.launch.sagemaker import SagemakerPlan as SagemakerPlan, plan_sagemaker as plan_sagemaker
     from accelfn.launch.runs import (
         Curve as Curve,
         RunRecord as RunRecord,
@@ -36,11 +32,12 @@ if _TYPE_CHECKING:
 _LAZY = _MappingProxyType(
     {
         "accelfn.launch.command_line": ("parse_flags",),
-        "accelfn.launch.config": ("LaunchConfig", "Resolved", "resolve"),
-        "accelfn.launch.plan": (
-            *("LaunchPlan", "Machine", "SagemakerPlan", "Script"),
-            *("format_plan", "plan_launch", "plan_sagemaker"),
-        ),
+        "accelfn.launch.config": ("LaunchConfig",),
+        "accelfn.launch.machine": ("Machine",),
+        "accelfn.launch.plan": ("plan_launch",),
+        "accelfn.launch.plan_commands": ("LaunchPlan", "Script", "format_plan"),
+        "accelfn.launch.sagemaker": ("SagemakerPlan", "plan_sagemaker"),
+        "accelfn.launch.sources": ("Resolved", "resolve"),
         "accelfn.launch.runs": ("Curve", "RunRecord", "find_runs", "read_run"),
     }
 )

@@ -9,12 +9,15 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import BOOL, FILE, OPTIONS, RENAMED, Option, Section, suggest
-from accelfn.launch.config.resolve import Given
+from accelfn.launch.accelerate_names import OTHER_LAUNCHERS, RENAMED
+from accelfn.launch.kinds import BOOL, FILE, suggest
+from accelfn.launch.options import OPTIONS, Option, Section
+from accelfn.launch.sources import Given
 
 #: A sentence for the help of every command.
 FLAG_NOTE = "In flag names, - and _ are equivalent."
@@ -22,40 +25,23 @@ _COMMAND = Section("The command itself")
 #: Flags of ``accelfn launch`` that control the command itself.
 ACTIONS: Mapping[str, Option] = MappingProxyType(
     {
-        action.name: replace(action, section=_COMMAND)
+        action.name: action
         for action in (
-            Option("help", BOOL, False, "show this help and exit", alias="-h"),
-            Option("config_file", FILE, None, "config file to use instead of the default"),
-            Option("print_config", BOOL, False, "print each value and its source, and exit"),
-            Option("dry_run", BOOL, False, "print the command and its environment variables, and exit"),
+            Option("help", BOOL, False, "show this help and exit", "-h", section=_COMMAND),
+            Option("config_file", FILE, None, "config file, not the default one", section=_COMMAND),
+            Option("print_config", BOOL, False, "print values and sources, and exit", section=_COMMAND),
+            Option("dry_run", BOOL, False, "print command and variables, and exit", section=_COMMAND),
         )
     }
 )
 # Flags of torchrun and mpirun, and their names here.
-_OTHER_LAUNCHERS: Mapping[str, str] = MappingProxyType(
+_TORCHRUN: Mapping[str, str] = MappingProxyType(
     {
-        "-np": "--num_processes, the number on all machines",
-        "--nproc_per_node": "--num_processes, the number on all machines",
+        **dict.fromkeys(("-np", "--nproc_per_node"), "--num_processes, the number on all machines"),
         "--nnodes": "--num_machines",
         "--node_rank": "--machine_rank",
         "--master_addr": "--main_process_ip",
         "--master_port": "--main_process_port",
-    }
-)
-# Flags for other launchers, and how those are started.
-_STARTED_BY: Mapping[str, str] = MappingProxyType(
-    {
-        "--sbatch": "In a batch script, run: srun --ntasks-per-node=1 accelfn launch train.py",
-        "--mpirun_hostfile": "Run: mpirun --hostfile FILE python train.py",
-        **dict.fromkeys(
-            (
-                "--deepspeed_hostfile",
-                "--deepspeed_multinode_launcher",
-                "--deepspeed_exclusion_filter",
-                "--deepspeed_inclusion_filter",
-            ),
-            "Start accelfn launch on every machine, or run: deepspeed --hostfile FILE train.py",
-        ),
     }
 )
 # Flags that scripts don't have.
@@ -165,13 +151,14 @@ def _find_flag(given: str) -> tuple[Option, str]:
     flag = normalize_flag(given)
     if flag in _FLAGS:
         return _FLAGS[flag]
-    renamed = f"--{RENAMED.get(flag.removeprefix('--'), '')}"
-    meant = _OTHER_LAUNCHERS.get(flag) or (renamed if renamed in _FLAGS else suggest(flag, _FLAGS))
+    name = flag.removeprefix("--")
+    if name in OTHER_LAUNCHERS:
+        how = OTHER_LAUNCHERS[name]
+        raise ConfigurationError(f"{given} is no flag of accelfn launch. {how[0].upper()}{how[1:]}")
     # difflib finds no match for an abbreviation.
-    longer = [name for name in _FLAGS if name.startswith(flag)] if len(flag) > 5 else []
-    meant = longer[0] if len(longer) == 1 else meant
-    if flag in _STARTED_BY:
-        raise ConfigurationError(f"{given} is no flag of accelfn launch. {_STARTED_BY[flag]}")
+    longer = [one for one in _FLAGS if one.startswith(flag)] if len(flag) > 5 else []
+    meant = longer[0] if len(longer) == 1 else _TORCHRUN.get(flag)
+    meant = meant or (f"--{RENAMED[name]}" if name in RENAMED else suggest(flag, _FLAGS))
     hint = f" Did you mean {meant}?" if meant else " accelfn launch --help lists the flags."
     raise ConfigurationError(f"unknown flag {given}.{hint} Flags of the script follow the script.")
 
@@ -266,15 +253,8 @@ def flags_of(parser: argparse.ArgumentParser) -> list[str]:
     return [name for action in parser._actions for name in action.option_strings]
 
 
-class _WideFormatter(argparse.HelpFormatter):
-    """Leaves room for long flag names."""
-
-    def __init__(self, prog: str, **options: Any) -> None:
-        super().__init__(prog, max_help_position=36, width=110)
-
-
 def launch_parser() -> CommandParser:
-    """Build the parser of ``accelfn launch``, used for its help and for completion."""
+    """Build a parser with the flags of ``accelfn launch``, for help and completion: parse_flags parses."""
     parser = CommandParser(
         prog="accelfn launch",
         usage="accelfn launch [flags] script [arguments of the script]",
@@ -284,7 +264,7 @@ def launch_parser() -> CommandParser:
         "script are passed to it.",
         epilog=None,
         add_help=False,
-        formatter_class=_WideFormatter,
+        formatter_class=partial(argparse.HelpFormatter, max_help_position=36, width=110),
     )
     add_launch_flags(parser)
     script: Any = parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
@@ -299,16 +279,12 @@ def add_launch_flags(parser: CommandParser) -> None:
     for option in (*ACTIONS.values(), *OPTIONS.values()):
         if not taken.isdisjoint(option.flags):
             continue
-        group = groups.setdefault(option.section.title, None) or parser.add_argument_group(
-            option.section.title
-        )
-        groups[option.section.title] = group
-        default = "" if option.default in (None, False) else f" ({option.kind.write(option.default)})"
+        title, kind = option.section.title, option.kind
+        group = groups[title] = groups.get(title) or parser.add_argument_group(title)
+        default = "" if option.default in (None, False) else f" ({kind.write(option.default)})"
         about = f"{option.help}{default}".replace("%", "%%")
-        if option.kind.is_bool:
+        if kind.is_bool:
             group.add_argument(*option.flags, action="store_true", help=about)
             group.add_argument(option.no_flag, action="store_true", help=argparse.SUPPRESS)
         else:
-            choices = option.kind.choices or None
-            metavar = option.kind.metavar
-            group.add_argument(*option.flags, choices=choices, metavar=metavar, help=about)
+            group.add_argument(*option.flags, choices=kind.choices or None, metavar=kind.metavar, help=about)

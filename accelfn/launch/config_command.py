@@ -8,16 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from accelfn.errors import ConfigurationError
+from accelfn.launch.ask import ask_values, format_launch
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.accelerate import import_accelerate, read_any_config
-from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.files import ConfigFile, find_config_file, format_config, read_text
-from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.resolve import resolve
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import ConfigFile, find_config_file, format_config, read_config
+from accelfn.launch.machine import Machine, read_machine
 from accelfn.launch.output import print_origins, write_text
-from accelfn.launch.plan.machine import Machine, read_machine
+from accelfn.launch.sources import resolve
 
 
 def run(options: argparse.Namespace) -> int:
@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     return _ACTIONS[options.action](options, os.environ)
 
 
-def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
+def default_values(machine: Machine, mixed_precision: str) -> dict[str, Any]:
     """Return the values that ``accelfn config default`` writes. Pure.
 
     >>> default_values(Machine(devices=4), "bf16")
@@ -38,7 +38,7 @@ def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
     {'cpu': True, 'mixed_precision': 'no', 'num_processes': 1}
     """
     devices = machine.devices or 0
-    hardware: dict[str, object] = {"multi_gpu": True} if devices > 1 else {} if devices else {"cpu": True}
+    hardware: dict[str, Any] = {"multi_gpu": True} if devices > 1 else {} if devices else {"cpu": True}
     return {**hardware, "mixed_precision": mixed_precision, "num_processes": max(1, devices)}
 
 
@@ -71,7 +71,7 @@ def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     if values is None:
         print(f"accelfn config: {path} was not changed.", file=sys.stderr)
         return 1
-    status = _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
+    status = _save(values, path)
     print(format_launch(values, path if options.config_file else None))
     return status
 
@@ -79,14 +79,12 @@ def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _path(options, environment)
     _refuse_to_overwrite(path, options)
-    values = default_values(read_machine(environment), options.mixed_precision)
-    return _save(format_config(LaunchConfig(**values), path, frozenset(values)), path)
+    return _save(default_values(read_machine(environment), options.mixed_precision), path)
 
 
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _path(options, environment)
-    file = _read(path)
-    return _save(format_config(LaunchConfig(**file.values), path, frozenset(file.values)), path)
+    return _save(_read(path).values, path)
 
 
 def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -100,7 +98,7 @@ def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _read(path: str) -> ConfigFile:
-    file = read_any_config(path)
+    file = read_config(path)
     for note in file.notes:
         print(f"note: {note}", file=sys.stderr)
     return file
@@ -113,19 +111,13 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
             f"there is no configuration of Accelerate at {source!r}. Pass its path: "
             "accelfn config import FILE"
         )
-    text = read_text(source)
-    if not text.strip():
+    file = _read(source)
+    if not (file.values or file.notes):
         raise ConfigurationError(f"{source} is empty, so there is nothing to import. Pass a config file.")
-    imported = import_accelerate(text, source)
-    try:
-        config = LaunchConfig(**imported.values)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{source} has conflicting values: {error}") from None
-    for note in imported.notes:
-        print(f"note: {note}", file=sys.stderr)
+    resolve({}, {}, file)  # which names the lines of values that conflict
     path = _path(options, environment)
     _refuse_to_overwrite(path, options)
-    return _save(format_config(config, path), path)
+    return _save(file.values, path)
 
 
 def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
@@ -133,7 +125,8 @@ def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
         raise ConfigurationError(f"{path} exists. Pass --overwrite, or another --config_file.")
 
 
-def _save(text: str, path: str) -> int:
+def _save(values: Mapping[str, Any], path: str) -> int:
+    text = format_config(LaunchConfig(**values), path, frozenset(values))
     with contextlib.suppress(FileExistsError, NotADirectoryError):  # which write_text finds too
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     write_text(path, text)
@@ -153,29 +146,24 @@ def make_parser() -> CommandParser:
         description="Create, show, update and import config files of accelfn launch. Without a command, ask "
         "questions and write a config file.",
     )
-    parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
+    about_file = "config file to use instead of the default"
+    parser.add_argument("--config_file", metavar="FILE", help=about_file)
     actions = parser.add_subparsers(dest="action", metavar="command")
 
-    def add(name: str, about: str) -> argparse.ArgumentParser:
+    def add(name: str, about: str, *, writes: bool = False) -> argparse.ArgumentParser:
         command = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         # Suppressed, so that a value before the subcommand is kept.
-        command.add_argument(
-            "--config_file",
-            metavar="FILE",
-            default=argparse.SUPPRESS,
-            help="config file to use instead of the default",
-        )
+        command.add_argument("--config_file", metavar="FILE", default=argparse.SUPPRESS, help=about_file)
+        if writes:
+            command.add_argument("--overwrite", action="store_true", help="replace an existing file")
         return command
 
-    default = add("default", "write a default config file for this machine")
-    default.add_argument(
-        "--mixed_precision", choices=("no", "fp16", "bf16"), default="no", help="mixed precision (no)"
-    )
-    default.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    default = add("default", "write a default config file for this machine", writes=True)
+    precisions = ("no", "fp16", "bf16")
+    default.add_argument("--mixed_precision", choices=precisions, default="no", help="mixed precision (no)")
     add("update", "rewrite a config file in the current format")
     show = add("show", "show the values in effect and their sources")
     show.add_argument("--all", action="store_true", help="include defaults")
-    imported = add("import", "import a config file of Accelerate")
+    imported = add("import", "import a config file of Accelerate", writes=True)
     imported.add_argument("source", metavar="SOURCE", nargs="?", help="file (Accelerate's default file)")
-    imported.add_argument("--overwrite", action="store_true", help="replace an existing file")
     return parser

@@ -17,9 +17,9 @@ from typing import Any, cast
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.accelerate import read_any_config
-from accelfn.launch.config.files import find_config_file
-from accelfn.launch.config.options import OPTIONS, TEXTS
+from accelfn.launch.config_file import find_config_file, read_config
+from accelfn.launch.kinds import TEXTS
+from accelfn.launch.options import OPTIONS
 
 # Installed packages to list.
 _PACKAGES = re.compile(
@@ -159,7 +159,7 @@ def _describe_configuration(path: str) -> dict[str, Any] | str:
     if not os.path.exists(path):
         return f"none ({path} doesn't exist)"
     try:
-        values = read_any_config(path).values
+        values = read_config(path).values
     except (ConfigurationError, MissingExtraError) as error:
         return f"error: {error}"
     return {"file": path} | {

@@ -23,7 +23,7 @@ from accelfn.context.config import PrecisionType
 from accelfn.context.config.checks import did_you_mean
 from accelfn.context.rendezvous import serve_store
 from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, MissingExtraError
-from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config import LaunchConfig
 from accelfn.launch.function_ranks import (
     RANK_COMMAND,
     STACK_SIGNAL,
@@ -33,8 +33,8 @@ from accelfn.launch.function_ranks import (
     run_xla_rank,
     write_job,
 )
-from accelfn.launch.plan.commands import Script, plan_torchrun
-from accelfn.launch.plan.machine import Machine, count_cores, crowding_notes
+from accelfn.launch.machine import Machine, count_cores, crowding_notes
+from accelfn.launch.plan_commands import Script, plan_torchrun
 from accelfn.testing.part import Outcome, conclude, died
 
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")

@@ -15,18 +15,17 @@ from pathlib import Path
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.cluster import read_mpi, read_step
 from accelfn.launch.command_line import CommandParser, Parsed, late_flags, launch_parser, parse_flags
-from accelfn.launch.config.accelerate import read_any_config
-from accelfn.launch.config.files import ConfigFile, find_config_file
-from accelfn.launch.config.options import FILE, OPTIONS, Option, read_value
-from accelfn.launch.config.record import is_active
-from accelfn.launch.config.resolve import Resolved, resolve
+from accelfn.launch.config import is_active
+from accelfn.launch.config_file import ConfigFile, find_config_file, read_config
+from accelfn.launch.kinds import FILE
+from accelfn.launch.machine import read_machine
+from accelfn.launch.options import OPTIONS, Option, read_value
 from accelfn.launch.output import print_origins
-from accelfn.launch.plan.choose import plan_launch
-from accelfn.launch.plan.commands import LOOPBACK, LaunchPlan, Script, format_plan
-from accelfn.launch.plan.machine import read_machine
-from accelfn.launch.plan.platforms import read_mpi, read_step
-from accelfn.launch.plan.sagemaker import plan_sagemaker
+from accelfn.launch.plan import plan_launch
+from accelfn.launch.plan_commands import LOOPBACK, LaunchPlan, Script, format_plan
+from accelfn.launch.sources import Resolved, resolve
 
 
 def make_parser() -> CommandParser:
@@ -51,7 +50,7 @@ def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile
     path, is_requested = find_config_file(given, environment, sys.platform, os.path.expanduser("~"))
     if not is_requested and not os.path.exists(path):
         return None
-    file = read_any_config(path)
+    file = read_config(path)
     for note in file.notes:
         print(f"accelfn launch: {note}", file=sys.stderr)
     return file
@@ -105,6 +104,8 @@ def run(parsed: Parsed) -> int:
 
 
 def _print_sagemaker(resolved: Resolved, script: Script, *, dry_run: bool) -> int:
+    from accelfn.launch.sagemaker import plan_sagemaker  # no other launch needs it
+
     config = resolved.config
     files = (config.sagemaker_inputs_file, config.sagemaker_metrics_file)
     inputs, metrics = (None if path is None else Path(path).read_text(encoding="utf-8") for path in files)

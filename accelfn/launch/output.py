@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.resolve import Resolved, origin_rows
+from accelfn.launch.sources import Resolved, origin_rows
 
 FORMATS = ("table", "json", "svg", "html")
 

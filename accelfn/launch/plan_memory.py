@@ -143,9 +143,9 @@ def _configured(path: str) -> tuple[ContextOptions, int | None]:
     """Return what a configuration file asks of a context, as ``accelfn launch`` has it, and its ranks."""
     from accelfn.context.config import read_settings
     from accelfn.context.options import merge_settings
-    from accelfn.launch.config import resolve
     from accelfn.launch.launch import load_config
-    from accelfn.launch.plan.choose import exported_variables
+    from accelfn.launch.plan import exported_variables
+    from accelfn.launch.sources import resolve
 
     resolved = resolve({}, {}, load_config(path, os.environ))
     asked = merge_settings({}, read_settings(exported_variables(resolved)))

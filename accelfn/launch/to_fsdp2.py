@@ -4,35 +4,18 @@ import argparse
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
+from accelfn.launch.accelerate_names import FSDP_STRATEGIES, ONLY_FSDP_1, RENAMED
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.files import format_tree, read_text, read_tree
-from accelfn.launch.config.options import RENAMED
+from accelfn.launch.config_file import read_text
+from accelfn.launch.documents import format_tree, read_tree
+from accelfn.launch.options import OPTIONS
 from accelfn.launch.output import write_text
 
 # The FSDP section and the prefix of its keys: Accelerate's and ours.
 _SECTIONS = (("fsdp_config", "fsdp_"), ("fsdp", ""))
-_DROPPED = MappingProxyType(
-    {
-        "backward_prefetch": "FSDP2 has no such option",
-        "sync_module_states": "FSDP2 has no such option",
-        "use_orig_params": "FSDP2 always keeps the original parameters",
-        "forward_prefetch": "FSDP2 doesn't implement it",
-        "limit_all_gathers": "always on in FSDP2",
-    }
-)
-_RESHARDS = MappingProxyType(
-    {
-        "FULL_SHARD": True,
-        "SHARD_GRAD_OP": False,
-        "NO_SHARD": False,
-        "HYBRID_SHARD": True,
-        "HYBRID_SHARD_ZERO2": False,
-    }
-)
 
 
 class Rewritten(NamedTuple):
@@ -77,13 +60,19 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
         name = RENAMED.get(f"fsdp_{spelled}", f"fsdp_{spelled}").removeprefix("fsdp_")
         if name != spelled and name in fields:
             notes.append(f"{prefix}{spelled} is dropped: {prefix}{name} replaces it.")
-        elif name in _DROPPED:
-            notes.append(f"{prefix}{spelled} is dropped: {_DROPPED[name]}.")
-        elif name == "sharding_strategy" or str(value).upper() in _RESHARDS:
-            converted["reshard_after_forward"] = _reshards(value)
-            text = str(converted["reshard_after_forward"]).lower()
+        elif name in ONLY_FSDP_1:
+            notes.append(f"{prefix}{spelled} is dropped: {ONLY_FSDP_1[name]}.")
+        elif name == "sharding_strategy" or str(value).upper() in FSDP_STRATEGIES:
+            try:
+                strategy = OPTIONS["fsdp_sharding_strategy"].kind.read(str(value))
+            except ValueError:
+                raise ConfigurationError(
+                    f"unknown sharding strategy {value!r}. Use one of {', '.join(FSDP_STRATEGIES)}."
+                ) from None
+            converted["reshard_after_forward"] = FSDP_STRATEGIES[strategy]
+            text = str(FSDP_STRATEGIES[strategy]).lower()
             notes.append(f"{prefix}{name}: {value} becomes {prefix}reshard_after_forward: {text}.")
-            if _strategy_name(value) == "NO_SHARD":
+            if strategy == "NO_SHARD":
                 notes.append("FSDP2 always shards. For replicas, use plain data parallelism.")
         elif name != "reshard_after_forward" or "sharding_strategy" not in fields:
             converted[name] = value
@@ -96,32 +85,14 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
     return Rewritten({**tree, section: section_2}, tuple(notes))
 
 
-def _strategy_name(strategy: object) -> str:
-    """Return a strategy's name; torch also numbers them from 1."""
-    text = str(strategy).upper()
-    names = tuple(_RESHARDS)
-    return names[int(text) - 1] if text.isdecimal() and 0 < int(text) <= len(names) else text
-
-
-def _reshards(strategy: object) -> bool:
-    name = _strategy_name(strategy)
-    if name not in _RESHARDS:
-        raise ConfigurationError(
-            f"unknown sharding strategy {strategy!r}. Use one of {', '.join(_RESHARDS)}."
-        )
-    return _RESHARDS[name]
-
-
 def run(options: argparse.Namespace) -> int:
     """Convert a config file. Effect: writes the new file, and prints the changes."""
     if options.output_file is None and not options.overwrite:
         raise ConfigurationError(
             "pass --output_file for the new file, or --overwrite to replace the old one."
         )
-    for name in ("config_file", "output_file"):
-        given: str | None = getattr(options, name)
-        if given is not None and not given.strip():
-            raise ConfigurationError(f"--{name} needs a file name, got {given!r}.")
+    if any(given is not None and not given.strip() for given in (options.config_file, options.output_file)):
+        raise ConfigurationError("--config_file and --output_file need file names, got an empty one.")
     target = Path(options.output_file or options.config_file)
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
         raise ConfigurationError(f"{target} exists. Pass another --output_file, or --overwrite.")

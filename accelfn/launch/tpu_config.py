@@ -12,8 +12,7 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config.accelerate import read_any_config
-from accelfn.launch.config.files import find_config_file
+from accelfn.launch.config_file import find_config_file, read_config
 
 # A directory without user files that could shadow an installed package.
 _DIRECTORY = "/usr/share"
@@ -47,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     path, is_requested = find_config_file(
         options.config_file, os.environ, sys.platform, os.path.expanduser("~")
     )
-    config: Mapping[str, Any] = read_any_config(path).values if is_requested or os.path.exists(path) else {}
+    config: Mapping[str, Any] = read_config(path).values if is_requested or os.path.exists(path) else {}
     name = options.tpu_name or config.get("tpu_name")
     commands = _commands(options, config)
     if not name:

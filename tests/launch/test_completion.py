@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from accelfn.launch.config import OPTIONS
 from accelfn.launch.main import main
+from accelfn.launch.options import OPTIONS
 
 pytestmark = pytest.mark.slow
 

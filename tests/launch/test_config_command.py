@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.config import LaunchConfig, read_config
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import read_config
 
 Command = Callable[..., tuple[int, str, str]]
 

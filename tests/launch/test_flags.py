@@ -1,12 +1,15 @@
 """The command line is cut before the script, and mistakes are told with what was probably meant."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import launch_parser, parse_flags
-from accelfn.launch.config import OPTIONS
+from accelfn.launch.options import OPTIONS
+from tests.launch.processes import ROOT, environment
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,18 @@ def test_the_help_names_every_flag() -> None:
     output = launch_parser().format_help()
     assert not [name for name in OPTIONS if not re.search(rf"--{name}[ ,\n]", output)]
     assert max(map(len, output.splitlines())) <= 120
+
+
+def test_a_dry_run_loads_few_modules_and_no_other_engine() -> None:
+    probe = """
+import sys
+from accelfn.launch.main import main
+main(["launch", "--cpu", "--dry_run", "README.md"])
+ours = [name for name in sys.modules if name.startswith("accelfn")]
+others = [name for name in sys.modules if "sagemaker" in name or "deepspeed" in name or name == "torch"]
+print(len(ours), others)
+"""
+    command = [sys.executable, "-c", probe]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    count, _, others = done.stdout.splitlines()[-1].partition(" ")
+    assert (int(count) <= 24, others) == (True, "[]")

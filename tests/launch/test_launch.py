@@ -108,7 +108,7 @@ def test_a_config_file_of_accelerate_is_imported_with_a_note(dry_run: DryRun, co
         "accelfn launch: use_xpu: dropped; torch detects an XPU itself.",
     ]
     rows = {line.split()[0]: line.split()[1:] for line in stdout.splitlines()}
-    assert rows["num_processes"] == ["2", "file", "default_config.yaml"]
+    assert rows["num_processes"] == ["2", "file", "default_config.yaml,", "line", "3"]
     assert (rows["mixed_precision"][0], rows["cpu"][0]) == ("bf16", "true")
     assert "--nproc-per-node=3" in dry_run(f"{named} -n 3")[1]
 

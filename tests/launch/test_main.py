@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelfn.launch.main import main
-from accelfn.launch.plan.commands import AGENT
+from accelfn.launch.plan_commands import AGENT
 from tests.launch.processes import ROOT, environment
 
 ANSWERS: list[tuple[list[str], int]] = [
@@ -147,7 +147,7 @@ def _as_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
         ("launch --no_python ./README.md", "the program './README.md' is not executable"),
         ("launch -m nosuchmodule", "no module 'nosuchmodule' in "),
         ("launch -m README.py", "For a file leave -m out"),
-        ("launch --tee 9 README.md", "--tee must be 0 (none), 1 (stdout)"),
+        ("launch --tee 9 README.md", "--tee: it must be 0 (none), 1 (stdout)"),
         ("launch --log_dir=LICENSE README.md", "--log_dir LICENSE is a file"),
         ("launch --num_processes=2 --log_dir=/proc/x README.md", "can't create --log_dir /proc/x"),
         ("launch --tpu README.md", "--tpu needs torch_xla, which isn't installed for "),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.launch.main import main
 from accelfn.launch.to_fsdp2 import rewrite_for_fsdp2
 
+Command = Callable[..., tuple[int, str, str]]
 OLD: dict[str, Any] = yaml.safe_load("""
 {distributed_type: FSDP, num_processes: 8, fsdp_config: {fsdp_version: 1, fsdp_sharding_strategy:
 SHARD_GRAD_OP, fsdp_backward_prefetch: BACKWARD_PRE, fsdp_forward_prefetch: false, fsdp_use_orig_params: true,
@@ -32,19 +33,13 @@ def test_a_file_of_accelerate_is_rewritten() -> None:
     assert OLD["fsdp_config"]["fsdp_version"] == 1
 
 
-@pytest.mark.parametrize(
-    ("strategy", "reshards"),
-    [
-        ("FULL_SHARD", True),
-        ("SHARD_GRAD_OP", False),
-        ("HYBRID_SHARD", True),
-        ("HYBRID_SHARD_ZERO2", False),
-        ("NO_SHARD", False),
-        ("full_shard", True),
-        ("4", True),
-        (3, False),
-    ],
+STRATEGIES = (
+    *(("FULL_SHARD", True), ("SHARD_GRAD_OP", False), ("HYBRID_SHARD", True), ("HYBRID_SHARD_ZERO2", False)),
+    *(("NO_SHARD", False), ("full_shard", True), ("4", True), (3, False)),
 )
+
+
+@pytest.mark.parametrize(("strategy", "reshards"), STRATEGIES)
 def test_each_sharding_strategy(strategy: object, reshards: bool) -> None:
     for section, prefix in (("fsdp_config", "fsdp_"), ("fsdp", "")):
         made = rewrite_for_fsdp2({section: {f"{prefix}sharding_strategy": strategy}})
@@ -89,23 +84,18 @@ def test_spellings_of_older_versions() -> None:
     assert rewrite_for_fsdp2({"fsdp": both}).tree["fsdp"]["transformer_layer_cls_to_wrap"] == "B"
 
 
-@pytest.mark.parametrize("suffix", [".json", ".yaml"])
-def test_the_command_writes_the_new_file(
-    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_the_command_writes_the_new_file(suffix: str, command: Command) -> None:
     # JSON is YAML as well.
-    old, new = tmp_path / f"old{suffix}", tmp_path / f"new{suffix}"
+    old, new = Path(f"old.{suffix}"), Path(f"new.{suffix}")
     old.write_text(json.dumps(OLD))
-    assert main(["to-fsdp2", "--config_file", str(old), "--output-file", str(new)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"{new}: converted to FSDP2"
-    assert yaml.safe_load(new.read_text()) == NEW
-    assert json.loads(old.read_text()) == OLD
-    assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
-    assert yaml.safe_load(old.read_text()) == NEW
-    capsys.readouterr()
-    assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
-    assert capsys.readouterr().out == f"{old}: nothing to change\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([old.name, new.name])
+    status, stdout, _ = command(f"to-fsdp2 --config_file {old} --output-file {new}")
+    assert (status, stdout.splitlines()[-1]) == (0, f"{new}: converted to FSDP2")
+    assert (yaml.safe_load(new.read_text()), json.loads(old.read_text())) == (NEW, OLD)
+    for said in (f"{old}: converted to FSDP2", f"{old}: nothing to change"):
+        assert command(f"to-fsdp2 --config_file {old} --overwrite")[1].splitlines()[-1] == said
+        assert yaml.safe_load(old.read_text()) == NEW
+    assert sorted(Path().iterdir()) == [new, old]
 
 
 @pytest.mark.parametrize(
@@ -124,24 +114,16 @@ def test_the_command_writes_the_new_file(
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    text: str | None,
-    flags: tuple[str, ...],
-    message: str,
+    command: Command, text: str | None, flags: tuple[str, ...], message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     if text is not None:
         Path("config.yaml").write_text(text)
-    assert main(["to-fsdp2", "--config_file", "config.yaml", *flags]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    status, _, stderr = command("to-fsdp2 --config_file config.yaml", *flags)
+    assert (status, message in stderr.splitlines()[-1]) == (2, True), stderr
 
 
-def test_without_pyyaml_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_pyyaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    (tmp_path / "config.yaml").write_text("a: 1")
-    assert main(["to-fsdp2", "--config_file", str(tmp_path / "config.yaml"), "--overwrite"]) == 2
-    assert "pip install 'accelfn[cli]'" in capsys.readouterr().err
+    Path("config.yaml").write_text("a: 1")
+    status, _, stderr = command("to-fsdp2 --config_file config.yaml --overwrite")
+    assert (status, "pip install 'accelfn[cli]'" in stderr) == (2, True)

@@ -9,7 +9,7 @@ import pytest
 import accelfn
 from accelfn.context import config
 from accelfn.context.config.settings import VARIABLES, Settings
-from accelfn.launch.config import OPTIONS
+from accelfn.launch.options import OPTIONS
 
 ROOT = Path(accelfn.__file__).parent
 # Fields that nobody reads by name, and why that isn't a request that is ignored.

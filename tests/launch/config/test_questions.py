@@ -2,15 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.launch.config import LaunchConfig, format_config, parse_config, resolve
-from accelfn.launch.config.ask import ask_questions
-from accelfn.launch.config.questions import (
+from accelfn.launch.ask import ask_questions
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import format_config, parse_config
+from accelfn.launch.machine import Machine
+from accelfn.launch.plan import plan_launch
+from accelfn.launch.plan_commands import Script
+from accelfn.launch.questions import (
     QUESTIONS,
     Answers,
     Question,
@@ -19,9 +22,7 @@ from accelfn.launch.config.questions import (
     read_answer,
     values_of,
 )
-from accelfn.launch.plan.choose import plan_launch
-from accelfn.launch.plan.commands import Script
-from accelfn.launch.plan.machine import Machine
+from accelfn.launch.sources import resolve
 
 TEXTS = ("a", "10.0.0.7", "two words", "no", "a,b", "'quoted' \"twice\"", "x: y # z", "Grüße")
 NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "12", "-1", "0.5", "29501", "all", "0,1", "0,0", "none", "")
@@ -52,10 +53,8 @@ def draw_answers(data: st.DataObject, saved: Mapping[str, object], devices: int 
     def say(reason: str) -> None:
         assert len(reason) > 20
 
-    here: dict[str, Any] = {
-        name: data.draw(st.booleans(), label=name) for name in ("has_tpu", "has_deepspeed", "has_fp8")
-    }
-    return ask_questions(first_answers(saved, devices, **here), saved, put, say)
+    installed = data.draw(st.sets(st.sampled_from(("torch_xla", "deepspeed", "torchao"))), label="installed")
+    return ask_questions(first_answers(saved, devices, *installed), saved, put, say)
 
 
 @given(st.data(), st.sampled_from((0, 1, 4)), st.sampled_from(("a.yaml", "a.json")))
@@ -88,7 +87,7 @@ def test_values_of_any_file_never_lead_into_a_dead_end(one: st.DataObject, two: 
 
 
 def answer_all(
-    texts: Mapping[str, str], saved: Mapping[str, object], devices: int = 0, **here: Any
+    texts: Mapping[str, str], saved: Mapping[str, object], devices: int = 0, *installed: str
 ) -> LaunchConfig:
     """Answer by name; others as offered. Every text must be asked for, and be taken."""
     left = dict(texts)
@@ -96,7 +95,7 @@ def answer_all(
     def put(question: Question, few: tuple[str, ...], default: object) -> str:
         return left.pop(question.name) if question.name in left else usual(question, few, default)
 
-    answers = ask_questions(first_answers(saved, devices, **here), saved, put, refuse_nothing)
+    answers = ask_questions(first_answers(saved, devices, *installed), saved, put, refuse_nothing)
     assert not left
     return LaunchConfig(**values_of(answers))
 
@@ -117,7 +116,7 @@ def test_options_without_a_question_are_kept() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kind_of_machine_is_found_in_a_file(kind: str) -> None:
-    config = answer_all({"machine_type": kind}, {}, devices=2, has_tpu=True)
+    config = answer_all({"machine_type": kind}, {}, 2, "torch_xla")
     values = {"cpu": config.cpu, "multi_gpu": config.multi_gpu, "tpu": config.tpu}
     saved = {**values, "num_processes": config.num_processes}
     assert answer_all({}, saved, devices=4) == config
@@ -130,10 +129,10 @@ def test_jobs_of_sagemaker_have_their_own_questions() -> None:
         "sagemaker_distributed_type=DATA_PARALLEL ec2_instance_type=ml.p4d.24xlarge image_uri=me/image:1"
     )
     texts = {name: text for name, _, text in (word.partition("=") for word in line.split())}
-    config = answer_all(texts, {}, devices=8, has_sagemaker=True)
+    config = answer_all(texts, {}, 8, "sagemaker")
     assert (config.num_machines, config.multi_gpu, config.image_uri) == (2, False, "me/image:1")
     assert keeps_its_file(config)
-    here = answer_all({"compute_environment": "LOCAL_MACHINE"}, {}, has_sagemaker=True)
+    here = answer_all({"compute_environment": "LOCAL_MACHINE"}, {}, 0, "sagemaker")
     assert here == answer_all({}, {})
 
 
@@ -168,7 +167,7 @@ def test_a_mesh_is_filled_with_shards_and_has_as_many_processes(
 def test_deepspeed_by_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     several = {"machine_type": CPUS, "use_deepspeed": "yes"}
     texts = {**several, "zero_stage": "3", "offload_param_device": "nvme", "offload_param_nvme_path": "/n"}
-    config = answer_all({**texts, "gradient_clipping": "1.0", "num_processes": "4"}, {}, has_deepspeed=True)
+    config = answer_all({**texts, "gradient_clipping": "1.0", "num_processes": "4"}, {}, 0, "deepspeed")
     assert (config.use_deepspeed, config.zero_stage, config.num_processes) == (True, 3, 4)
     assert (config.offload_param_device, config.offload_param_nvme_path) == ("nvme", "/n")
     assert (config.zero3_init_flag, config.gradient_clipping, config.mixed_precision) == (True, 1.0, "no")
@@ -176,11 +175,11 @@ def test_deepspeed_by_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     # Paths are kept as absolute ones; a file that is missing is asked for again.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").touch()
-    config = answer_all({**several, "deepspeed_config_file": "ds.json"}, {}, has_deepspeed=True)
+    config = answer_all({**several, "deepspeed_config_file": "ds.json"}, {}, 0, "deepspeed")
     assert config.deepspeed_config_file == str(tmp_path / "ds.json")
     assert (config.zero_stage, config.mixed_precision) == (None, None)
     with pytest.raises(AssertionError, match="no file "):
-        answer_all({**several, "deepspeed_config_file": "other.json"}, {}, has_deepspeed=True)
+        answer_all({**several, "deepspeed_config_file": "other.json"}, {}, 0, "deepspeed")
 
 
 MESH = {"machine_type": CPUS, "use_parallelism_config": True, "parallelism_config_tp_size": 2}
@@ -214,10 +213,12 @@ LATER = ("megatron", "parallelism_config_cp", "parallelism_config_sp")
 DEEPSPEED = ("deepspeed", "use_deepspeed", "zero", "offload_", "gradient_clipping")
 
 
-@given(st.data(), st.sampled_from((0, 1, 4, None)), *(st.booleans() for _ in range(3)))
-def test_what_cannot_run_is_not_asked(
-    data: st.DataObject, devices: int | None, has_tpu: bool, has_deepspeed: bool, has_fp8: bool
-) -> None:
+@given(
+    st.data(),
+    st.sampled_from((0, 1, 4, None)),
+    st.sets(st.sampled_from(("torch_xla", "deepspeed", "torchao"))),
+)
+def test_what_cannot_run_is_not_asked(data: st.DataObject, devices: int | None, installed: set[str]) -> None:
     asked: dict[str, tuple[str, ...]] = {}
 
     def put(question: Question, few: tuple[str, ...], default: object) -> str:
@@ -225,13 +226,12 @@ def test_what_cannot_run_is_not_asked(
         text = "" if default is not None or question.optional else question.example
         return data.draw(st.sampled_from(few), label=question.name) if few else text
 
-    first = first_answers({}, devices, has_tpu=has_tpu, has_deepspeed=has_deepspeed, has_fp8=has_fp8)
-    ask_questions(first, {}, put, refuse_nothing)
-    without = not has_fp8 or "main_training_function" in asked or "zero_stage" in asked
+    ask_questions(first_answers({}, devices, *installed), {}, put, refuse_nothing)
+    without = "torchao" not in installed or "main_training_function" in asked or "zero_stage" in asked
     assert ("fp8" in asked.get("mixed_precision", ())) is (not without and "mixed_precision" in asked)
     reported = [*asked, *(one for few in asked.values() for one in few)]
     assert not [name for name in reported if name.removeprefix("use_").startswith(LATER)]
-    assert has_deepspeed or not [name for name in asked if name.startswith(DEEPSPEED)]
-    assert (TPU in reported) is (has_tpu and "machine_type" in asked)
+    assert "deepspeed" in installed or not [name for name in asked if name.startswith(DEEPSPEED)]
+    assert (TPU in reported) is ("torch_xla" in installed and "machine_type" in asked)
     if devices == 0:
         assert not {GPUS, "cpu", "gpu_ids", "enable_cpu_affinity"} & {*reported}

@@ -1,7 +1,7 @@
 from typing import Any
 
 from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
-from accelfn.launch.config import parse_config
+from accelfn.launch.config_file import parse_config
 
 
 def plan_of(

@@ -57,22 +57,25 @@ def test_the_estimators_arguments() -> None:
     assert (image["image_uri"], image["source_dir"], "pytorch_version" in image) == ("me/image:1", ".", False)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (f"{HERE} train.py", "needs --ec2_instance_type, --iam_role_name, --py_version.* --image_uri names"),
-        (f"{JOB} train.sh", "runs a Python file: got the script 'train.sh'"),
-        (f"{JOB} -m train.py", "--module .*has no effect on SageMaker"),
-        (f"{JOB} --num_processes=8 train.py", "--num_processes .flag --num_processes. has no effect"),
-        (f"{JOB} --max_restarts=1 train.py", "--max_restarts .*has no effect"),
-        (f"{JOB} --num_machines=2 train.py", "needs --sagemaker_distributed_type DATA_PARALLEL"),
-        (f"{JOB} --sagemaker_distributed_type=MODEL_PARALLEL train.py", "MODEL_PARALLEL: SageMaker's model"),
-        (f"{JOB} --additional_args=7 train.py", "--additional_args takes NAME=VALUE, got '7'"),
-        (f"{JOB} train.py data", "as --name value, got 'data'"),
-        (f"{JOB} train.py --fast --lr 1", "--fast has none. Write --fast True"),
-        (f"{JOB} train.py --lr 1 --lr=2", "--lr is repeated"),
-    ],
-)
+REFUSED = [
+    (f"{HERE} train.py", "needs --ec2_instance_type, --iam_role_name, --py_version.* --image_uri names"),
+    (f"{JOB} train.sh", "runs a Python file: got the script 'train.sh'"),
+    (f"{JOB} -m train.py", "--module .*has no effect on SageMaker"),
+    (f"{JOB} --num_processes=8 train.py", "--num_processes .flag --num_processes. has no effect"),
+    (f"{JOB} --max_restarts=1 train.py", "--max_restarts .*has no effect"),
+    (f"{JOB} --num_machines=2 train.py", "needs --sagemaker_distributed_type DATA_PARALLEL"),
+    (
+        f"{JOB} --sagemaker_distributed_type=MODEL_PARALLEL train.py",
+        "it must be one of NO, DATA_PARALLEL, got",
+    ),
+    (f"{JOB} --additional_args=7 train.py", "--additional_args takes NAME=VALUE, got '7'"),
+    (f"{JOB} train.py data", "as --name value; 'data' isn't so. Write"),
+    (f"{JOB} train.py --fast --lr 1", "a value behind each name"),
+    (f"{JOB} train.py --lr 1 --lr=2", "each argument of a script once, as --name value; '--lr'"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED)
 def test_what_a_job_cannot_have_is_refused(line: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         plan_of(line)

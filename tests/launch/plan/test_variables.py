@@ -8,7 +8,7 @@ import pytest
 from accelfn.context.config import DeepSpeedPlugin, MegatronLMPlugin, read_settings
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
-from accelfn.launch.plan.machine import read_machine
+from accelfn.launch.machine import read_machine
 from tests.launch.plan.plans import plan_of
 
 WORLD = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RANK", "WORLD_SIZE"}
@@ -20,43 +20,31 @@ def variables_of(flags: str, env: dict[str, str] | None = None, file: str = "") 
     return {name: value for name, value in changes.items() if name not in WORLD}
 
 
-def twice(**values: str) -> dict[str, str]:
-    return {
-        f"{prefix}_{name}": value for prefix in ("ACCELFN", "ACCELERATE") for name, value in values.items()
-    }
+def twice(text: str) -> dict[str, str]:
+    pairs = [word.split("=") for word in text.split()]
+    return {f"{prefix}_{name}": value for prefix in ("ACCELFN", "ACCELERATE") for name, value in pairs}
 
 
-@pytest.mark.parametrize(
-    ("flags", "env", "expected"),
-    [
-        # Processes share the cores, unless the user says how.
-        ("", {}, {"OMP_NUM_THREADS": "8"}),
-        ("--num_processes 3", {}, {"OMP_NUM_THREADS": "2"}),
-        ("--num_processes 20", {}, {"OMP_NUM_THREADS": "1"}),
-        ("", {"OMP_NUM_THREADS": "5"}, {}),
-        ("--num_cpu_threads_per_process 3", {"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "3"}),
-        (
-            "--mixed_precision bf16 --gradient_accumulation_steps 4 --cpu --debug",
-            ONE,
-            {
-                **twice(GRADIENT_ACCUMULATION_STEPS="4", MIXED_PRECISION="bf16", USE_CPU="true"),
-                "ACCELFN_DEBUG": "true",
-                "ACCELERATE_DEBUG_MODE": "true",
-            },
-        ),
-        ("--gpu_ids 1,3", {**ONE, "CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1,3"}),
-        (
-            "--dynamo_backend inductor --dynamo_use_fullgraph",
-            ONE,
-            twice(DYNAMO_BACKEND="INDUCTOR", DYNAMO_USE_FULLGRAPH="true"),
-        ),
-        (
-            "--mixed_precision=fp8 --fp8_backend=te --fp8_override_linear_precision=false,true,false",
-            ONE,
-            twice(MIXED_PRECISION="fp8", FP8_BACKEND="TE", FP8_OVERRIDE_DGRAD="true"),
-        ),
-    ],
-)
+DEBUG = {"ACCELFN_DEBUG": "true", "ACCELERATE_DEBUG_MODE": "true"}
+FP8 = "--mixed_precision=fp8 --fp8_backend=te --fp8_override_linear_precision=false,true,false"
+OFI = twice("DYNAMO_BACKEND=OFI DYNAMO_USE_FULLGRAPH=true")
+EXPORTS: list[tuple[str, dict[str, str], dict[str, str]]] = [
+    # Processes share the cores, unless the user says how.
+    ("", {}, {"OMP_NUM_THREADS": "8"}),
+    ("--num_processes 3", {}, {"OMP_NUM_THREADS": "2"}),
+    ("--num_processes 20", {}, {"OMP_NUM_THREADS": "1"}),
+    ("", {"OMP_NUM_THREADS": "5"}, {}),
+    ("--num_cpu_threads_per_process 3", {"OMP_NUM_THREADS": "5"}, {"OMP_NUM_THREADS": "3"}),
+    ("--mixed_precision bf16 --cpu", ONE, twice("MIXED_PRECISION=bf16 USE_CPU=true")),
+    ("--gradient_accumulation_steps 4 --debug", ONE, {**twice("GRADIENT_ACCUMULATION_STEPS=4"), **DEBUG}),
+    ("--gpu_ids 1,3", {**ONE, "CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1,3"}),
+    ("--dynamo_backend=ofi", ONE, twice("DYNAMO_BACKEND=OFI")),
+    ("--dynamo_backend=ofi --dynamo_use_fullgraph", {}, {**OFI, "OMP_NUM_THREADS": "8"}),
+    (FP8, ONE, twice("MIXED_PRECISION=fp8 FP8_BACKEND=TE FP8_OVERRIDE_DGRAD=true")),
+]
+
+
+@pytest.mark.parametrize(("flags", "env", "expected"), EXPORTS)
 def test_only_what_was_given_changes_the_environment(
     flags: str, env: dict[str, str], expected: dict[str, str]
 ) -> None:
@@ -148,19 +136,17 @@ def test_other_makers_have_variables_of_their_own(
 @pytest.mark.parametrize(
     ("models", "driver", "expected"),
     [
-        (("GeForce RTX 4090", "GeForce RTX 4070 Ti"), "535.104.05", True),
-        (("GeForce RTX 4090", "GeForce RTX 4090"), "550.40.06", True),
-        (("GeForce RTX 4090", "GeForce RTX 4090"), "550.40.07", False),
-        (("GeForce RTX 4090",), "535.104.05", False),
-        (("RTX 4000 Ada", "RTX 4000 Ada"), "535.104.05", False),
-        (("GeForce RTX 4090", "GeForce RTX 4090"), "", False),
+        ("GeForce RTX 4090, GeForce RTX 4070 Ti", "535.104.05", True),
+        ("GeForce RTX 4090, GeForce RTX 4090", "550.40.06", True),
+        ("GeForce RTX 4090, GeForce RTX 4090", "550.40.07", False),
+        ("GeForce RTX 4090", "535.104.05", False),
+        ("RTX 4000 Ada, RTX 4000 Ada", "535.104.05", False),
+        ("GeForce RTX 4090, GeForce RTX 4090", "", False),
     ],
 )
-def test_false_peer_access_is_detected(
-    models: tuple[str, ...], driver: str, expected: bool, tmp_path: Path
-) -> None:
+def test_false_peer_access_is_detected(models: str, driver: str, expected: bool, tmp_path: Path) -> None:
     place = tmp_path / "proc/driver/nvidia"
-    for number, model in enumerate(models):
+    for number, model in enumerate(models.split(", ")):
         (place / f"gpus/{number}").mkdir(parents=True)
         (place / f"gpus/{number}/information").write_text(f"Model: \t\t NVIDIA {model}\nIRQ:   \t\t 40\n")
     if driver:
@@ -200,20 +186,18 @@ def test_one_process_per_accelerator_by_default() -> None:
     assert plan_of("--num_processes=8 --cpu t.py", cores=2).notes == ()
 
 
-@pytest.mark.parametrize(
-    ("flags", "devices", "env", "message"),
-    [
-        ("--num_processes=8", 4, {}, "but this machine has 4. Use --num_processes 4, or --cpu"),
-        ("--multi_gpu", 1, {}, "needs at least two accelerators: got 1."),
-        ("--num_processes=2 --multi_gpu", 0, {}, "accelerators, but there are 0. Use --cpu"),
-        ("--num_processes=4 --gpu_ids=0,1", 4, {}, "--gpu_ids 0,1 lists 2"),
-        (
-            "--num_processes=2 --multi_gpu",
-            *(0, {"CUDA_VISIBLE_DEVICES": ""}, "with CUDA_VISIBLE_DEVICES= there are 0"),
-        ),
-        ("--enable_cpu_affinity --cpu", 4, {}, "Leave it out on CPUs and TPUs"),
-    ],
-)
+HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
+TOO_MANY: list[tuple[str, int, dict[str, str], str]] = [
+    ("--num_processes=8", 4, {}, "but it has 4. Use --num_processes 4, or --cpu"),
+    ("--multi_gpu", 1, {}, "needs at least two accelerators: got 1."),
+    ("--num_processes=2 --multi_gpu", 0, {}, "accelerators, but it has 0. Use --cpu"),
+    ("--num_processes=4 --gpu_ids=0,1", 4, {}, "--gpu_ids 0,1 lists 2"),
+    ("--num_processes=2 --multi_gpu", 0, HIDDEN, "but it has 0 (CUDA_VISIBLE_DEVICES is set). Use"),
+    ("--enable_cpu_affinity --cpu", 4, {}, "Leave it out on CPUs and TPUs"),
+]
+
+
+@pytest.mark.parametrize(("flags", "devices", "env", "message"), TOO_MANY)
 def test_more_processes_than_accelerators(
     flags: str, devices: int, env: dict[str, str], message: str
 ) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch import LaunchPlan
+from accelfn.launch.cluster import expand_hosts, read_mpi, read_step
 from accelfn.launch.launch import run_plan
-from accelfn.launch.plan.platforms import expand_hosts, read_mpi, read_step
 from tests.launch.plan.plans import plan_of
 from tests.launch.processes import ROOT
 
@@ -111,7 +111,7 @@ def test_steps_of_slurm() -> None:
     }
     with pytest.raises(ConfigurationError, match="srun --ntasks-per-node=1 accelfn launch"):
         read_step({**four, "SLURM_STEP_NUM_TASKS": "8"})
-    with pytest.raises(ConfigurationError, match="SLURM_NODEID must be an integer, got 'x'"):
+    with pytest.raises(ConfigurationError, match=r"SLURM_NODEID must be an integer\.$"):
         read_step({**four, "SLURM_NODEID": "x"})
     for hosts in ("", "a[1-2", "a]b", "a,,b"):
         with pytest.raises(ConfigurationError, match="unknown format of a SLURM host list"):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
-from accelfn.launch.config.resolve import Resolved
-from accelfn.launch.plan.commands import (
+from accelfn.launch.config import LaunchConfig, changed_values, is_active
+from accelfn.launch.machine import Machine, crowding_notes
+from accelfn.launch.options import OPTIONS
+from accelfn.launch.plan_commands import (
     LaunchPlan,
     Script,
     elastic_options,
@@ -22,7 +21,7 @@ from accelfn.launch.plan.commands import (
     plan_xla,
     under_compat,
 )
-from accelfn.launch.plan.machine import Machine, crowding_notes
+from accelfn.launch.sources import Resolved
 
 # Sections exported with their defaults, which differ from those of the records that read them.
 _EXPORTED_SECTIONS = ("fsdp", "megatron_lm", "sagemaker")
@@ -54,9 +53,9 @@ def plan_launch(
 
     Raises:
         ConfigurationError: The machine lacks something that the configuration needs, or the script is to run
-            on SageMaker: see :func:`accelfn.launch.plan.sagemaker.plan_sagemaker`.
+            on SageMaker: see :func:`accelfn.launch.sagemaker.plan_sagemaker`.
 
-    >>> from accelfn.launch.config import Given, resolve
+    >>> from accelfn.launch.sources import Given, resolve
     >>> two = resolve({"num_processes": Given("2", "--num_processes")}, {})
     >>> plan = plan_launch(two, Script("train.py"), {}, Machine(cores=8))
     >>> plan.argv[-1], plan.env_changes
@@ -74,14 +73,13 @@ def plan_launch(
         return plan_pod(config, script)
     total = count_processes(config, machine)
     local_size = total // config.num_machines
-    _check_devices(config, machine, environment, local_size)
+    _check_accelerators(config, machine, environment, local_size)
     _check_streams(config, local_size)
-    _check_rendezvous(config.rdzv_conf)
     is_assumed = config.num_processes is None and total > config.num_machines
     assumed = (f"{local_size} processes on this machine, one per accelerator",) if is_assumed else ()
-    config = replace(config, num_processes=total)
+    config = dataclasses.replace(config, num_processes=total)
     resolved = dataclasses.replace(resolved, config=config)
-    variables = plan_variables(resolved, machine, environment, local_size)
+    variables = machine_variables(resolved, machine, environment, local_size)
     if config.tpu:
         plan = plan_xla(config, script, machine)
     elif total == 1 and not _needs_agent(config):
@@ -89,7 +87,7 @@ def plan_launch(
     else:
         plan = plan_torchrun(config, script, machine)
         if config.num_machines > 1 and config.preflight:
-            plan = dataclasses.replace(plan, rendezvous=_plan_rendezvous(config, script))
+            plan = dataclasses.replace(plan, rendezvous=_plan_preflight(config, script))
     if plan.way not in ("single", "torchrun"):
         _refuse_agent_flags(resolved, plan.way)
     variables |= dict(plan.env_changes)
@@ -136,16 +134,15 @@ def _needs_agent(config: LaunchConfig) -> bool:
 
 def _refuse_agent_flags(resolved: Resolved, way: str) -> None:
     """Refuse torchrun's flags if something else starts the processes."""
-    affinity = ["enable_cpu_affinity"] if resolved.config.enable_cpu_affinity else []
-    for name in (*elastic_options(resolved.config), *affinity):
+    for name in (*elastic_options(resolved.config), "enable_cpu_affinity"):
         origin = resolved.origins[name]
-        if origin.source == "flag":
+        if origin.source == "flag" and getattr(resolved.config, name):
             raise ConfigurationError(
                 f"{origin.name} is for torchrun, and has no effect with {way}. Leave it out."
             )
 
 
-def _check_devices(
+def _check_accelerators(
     config: LaunchConfig, machine: Machine, environment: Mapping[str, str], local_size: int
 ) -> None:
     """Refuse more processes than accelerators, if those can be counted without torch."""
@@ -159,29 +156,21 @@ def _check_devices(
         )
     if config.gpu_ids != "all" or machine.devices is None:
         return
-    visible = environment.get(machine.device_variable)
     if machine.devices == 0 and not config.multi_gpu:
         return  # train on the CPU
-    if machine.devices == 0 and visible is not None:
-        where = f"with {machine.device_variable}={visible} there are"
-    else:
-        where = "this machine has" if machine.devices else "there are"
     if local_size > machine.devices:
+        # The value of a variable is printed nowhere.
+        hides = f" ({machine.device_variable} is set)" if machine.device_variable in environment else ""
         fewer = f"--num_processes {machine.devices * config.num_machines}, or " if machine.devices else ""
         raise ConfigurationError(
-            f"{local_size} processes on this machine need as many accelerators, but {where} "
-            f"{machine.devices}. Use {fewer}--cpu to run them on the CPU."
+            f"{local_size} processes on this machine need as many accelerators, but it has "
+            f"{machine.devices}{hides}. Use {fewer}--cpu to run them on the CPU."
         )
 
 
 def _check_streams(config: LaunchConfig, local_size: int) -> None:
-    """Refuse streams that torchrun can't parse, or that name a process that doesn't exist."""
+    """Refuse streams of a process that doesn't exist, or without a place."""
     for name, given in (("tee", config.tee), ("redirects", config.redirects)):
-        if re.fullmatch(r"[0-3]|[0-9]:[0-3](,[0-9]:[0-3])*", given) is None:
-            raise ConfigurationError(
-                f"--{name} must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these per "
-                f"process, such as 0:3,1:2; got {given!r}."
-            )
         beyond = [part for part in given.split(",") if ":" in part and int(part[0]) >= local_size]
         if beyond:
             raise ConfigurationError(
@@ -194,23 +183,17 @@ def _check_streams(config: LaunchConfig, local_size: int) -> None:
         )
 
 
-def _check_rendezvous(conf: str | None) -> None:
-    parts = conf.split(",") if conf else ()
-    invalid = [part for part in parts if not re.fullmatch(r"\s*[^=\s][^=]*=\s*\S.*", part)]
-    if invalid:
-        raise ConfigurationError(
-            "--rdzv_conf must be comma-separated key=value pairs, such as timeout=60,read_timeout=60; got "
-            f"{invalid[0]!r}."
-        )
-
-
-def _plan_rendezvous(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
+def _plan_preflight(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
     host, port = endpoint_of(config)
     compare = [("num_machines", str(config.num_machines)), ("num_processes", str(config.num_processes))]
     for name, value in changed_values(config).items():
         if name not in (*_PER_MACHINE, "num_machines"):
             compare.append((name, "none" if value is None else OPTIONS[name].kind.write(value)))
     compare.append(("the script", script.name.replace("\\", "/").rpartition("/")[2]))
+    # With restarts, another machine can take the place of one that was stopped or lost.
+    stops_on = ("failed",) if config.max_restarts else ("failed", "stopped", "lost")
+    # When a silent machine of elastic agents is lost.
+    elastic: dict[str, Any] = {"stops_on": (), "silent_s": config.heartbeat_timeout}
     return {
         "host": host,
         "port": port,
@@ -218,19 +201,11 @@ def _plan_rendezvous(config: LaunchConfig, script: Script) -> Mapping[str, Any]:
         "machine_rank": config.machine_rank,
         "compare": tuple(compare),
         "timeout_s": config.preflight_timeout,
-        **_plan_contact(config),
+        **(elastic if config.elastic else {"stops_on": stops_on}),
     }
 
 
-def _plan_contact(config: LaunchConfig) -> dict[str, Any]:
-    """Return which messages of another machine stop this one, and when a silent machine is lost."""
-    if config.elastic:
-        return {"stops_on": (), "silent_s": config.heartbeat_timeout}
-    # With restarts, another machine can take the place of one that was stopped or lost.
-    return {"stops_on": ("failed",) if config.max_restarts else ("failed", "stopped", "lost")}
-
-
-def plan_variables(
+def machine_variables(
     resolved: Resolved, machine: Machine, environment: Mapping[str, str], local_size: int
 ) -> dict[str, str]:
     """Return the environment variables for the processes of one machine. Pure.
@@ -261,45 +236,18 @@ def plan_variables(
 
 def exported_variables(resolved: Resolved) -> dict[str, str]:
     """Return the variables by which processes receive the options, on any machine. Pure."""
-    variables: dict[str, str] = {}
-    for name in _exported_options(resolved):
-        option = OPTIONS[name]
-        text = option.kind.write(getattr(resolved.config, name))
-        if name in ("dynamo_backend", "fp8_backend"):
-            text = text.upper()
-        for variable in option.exports:
-            variables[variable] = text
     config = resolved.config
+    variables: dict[str, str] = {}
+    for name, option in OPTIONS.items():
+        value = getattr(config, name)
+        is_set = value != option.default or resolved.origins[name].source != "default"
+        is_exported = is_set or option.section.name in _EXPORTED_SECTIONS
+        if value is not None and is_exported and is_active(config, option):
+            text = option.kind.write(value)
+            is_upper = name in ("dynamo_backend", "fp8_backend")
+            variables |= dict.fromkeys(option.exports, text.upper() if is_upper else text)
     parts = ("FPROP", "DGRAD", "WGRAD") if config.mixed_precision == "fp8" else ()
     for part, value in zip(parts, config.fp8_override_linear_precision, strict=False):
         if value:  # Accelerate has a variable for each part
-            variables.update(
-                {f"{prefix}FP8_OVERRIDE_{part}": "true" for prefix in ("ACCELFN_", "ACCELERATE_")}
-            )
+            variables[f"ACCELFN_FP8_OVERRIDE_{part}"] = variables[f"ACCELERATE_FP8_OVERRIDE_{part}"] = "true"
     return variables
-
-
-def _exported_options(resolved: Resolved) -> Iterator[str]:
-    """Yield the names of the options to export to the processes."""
-    config = resolved.config
-    for name, option in OPTIONS.items():
-        value = getattr(config, name)
-        if not option.exports or value is None or not is_active(config, option):
-            continue
-        if option.section.name == "parallelism":
-            if _is_mesh_option_used(
-                option.key, config.parallelism_config_cp_size, config.parallelism_config_sp_size
-            ):
-                yield name
-        elif (
-            option.section.name in _EXPORTED_SECTIONS
-            or value != option.default
-            or resolved.origins[name].source != "default"
-        ):
-            yield name
-
-
-def _is_mesh_option_used(key: str, cp_size: int, sp_size: int) -> bool:
-    if key == "cp_comm_strategy":
-        return cp_size > 1
-    return sp_size > 1 if key.startswith(("sp_seq", "sp_attn")) else True

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values
-from accelfn.launch.config.resolve import Resolved
-from accelfn.launch.plan.choose import exported_variables
-from accelfn.launch.plan.commands import Script
+from accelfn.launch.config import changed_values
+from accelfn.launch.options import OPTIONS
+from accelfn.launch.plan import exported_variables
+from accelfn.launch.plan_commands import Script
+from accelfn.launch.sources import Resolved
 
 # Options that decide how this machine starts processes, which SageMaker does itself.
 _OF_MACHINES = ("Machines", "Elastic")
 _UNUSED = (
-    "module",
-    "compat",
-    "no_python",
-    "tpu",
-    "num_processes",
-    "num_cpu_threads_per_process",
+    *("module", "compat", "no_python", "tpu", "num_processes", "num_cpu_threads_per_process"),
     "enable_cpu_affinity",
 )
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class SagemakerPlan(NamedTuple):
-    """A job on Amazon SageMaker. A value; ``print(plan)`` shows it.
+    """A job on Amazon SageMaker. A value; ``print(plan)`` shows it as JSON.
 
     Attributes:
         estimator: Keyword arguments of ``sagemaker.huggingface.HuggingFace``.
@@ -48,13 +41,7 @@ class SagemakerPlan(NamedTuple):
 
     def __str__(self) -> str:
         """Return the arguments as JSON."""
-        tree = {
-            "profile": self.profile,
-            "region": self.region,
-            "inputs": dict(self.inputs),
-            "estimator": dict(self.estimator),
-        }
-        return json.dumps(tree, indent=2)
+        return json.dumps(self._asdict(), indent=2)
 
 
 def plan_sagemaker(
@@ -77,7 +64,8 @@ def plan_sagemaker(
             file; its arguments can't be hyperparameters.
     """
     config = resolved.config
-    _check(resolved, script)
+    for fault in _find_faults(resolved, script):
+        raise ConfigurationError(fault)
     values: dict[str, Any] = {
         "image_uri": config.image_uri,
         "entry_point": os.path.basename(script.name),
@@ -99,45 +87,34 @@ def plan_sagemaker(
     if config.sagemaker_distributed_type == "DATA_PARALLEL":
         values["distribution"] = {"smdistributed": {"dataparallel": {"enabled": True}}}
     if metrics is not None:
-        rows = read_rows(metrics, "--sagemaker_metrics_file")
+        rows = _read_rows(metrics, "--sagemaker_metrics_file")
         values["metric_definitions"] = [{"Name": name, "Regex": pattern} for name, pattern in rows]
-    chosen = {name: value for name, value in values.items() if value is not None}
-    return SagemakerPlan(
-        estimator={**_additional(config.additional_args or ()), **chosen},
-        inputs=dict(read_rows(inputs, "--sagemaker_inputs_file")) if inputs is not None else {},
-        region=config.region,
-        profile=config.profile,
-    )
+    computed = {name: value for name, value in values.items() if value is not None}
+    channels = [] if inputs is None else _read_rows(inputs, "--sagemaker_inputs_file")
+    estimator = {**_additional(config.additional_args or ()), **computed}
+    return SagemakerPlan(estimator, dict(channels), config.region, config.profile)
 
 
-def _check(resolved: Resolved, script: Script) -> None:
-    config: LaunchConfig = resolved.config
+def _find_faults(resolved: Resolved, script: Script) -> Iterator[str]:
+    config = resolved.config
     if not script.name.endswith(".py"):
-        raise ConfigurationError(f"SageMaker runs a Python file: got the script {script.name!r}.")
+        yield f"SageMaker runs a Python file: got the script {script.name!r}."
     needed = ["ec2_instance_type", "iam_role_name"]
     if config.image_uri is None:
         needed += ["py_version", "pytorch_version", "transformers_version"]
     missing = [f"--{name}" for name in needed if getattr(config, name) is None]
     if missing:
         image = "" if config.image_uri is not None else " Instead of versions, --image_uri names an image."
-        raise ConfigurationError(f"a job on SageMaker needs {', '.join(missing)}.{image}")
-    if config.sagemaker_distributed_type == "MODEL_PARALLEL":
-        raise ConfigurationError(
-            "--sagemaker_distributed_type MODEL_PARALLEL: SageMaker's model parallelism replaces the model "
-            "and the training loop. Use DATA_PARALLEL, or NO with --use_fsdp on one instance."
-        )
+        yield f"a job on SageMaker needs {', '.join(missing)}.{image}"
     if config.num_machines > 1 and config.sagemaker_distributed_type == "NO":
-        raise ConfigurationError(
+        yield (
             f"--num_machines {config.num_machines} needs --sagemaker_distributed_type DATA_PARALLEL: "
             "otherwise each machine would run the script alone."
         )
     for name in changed_values(config):
-        is_of_machines = OPTIONS[name].section.title in _OF_MACHINES and name not in (
-            "gpu_ids",
-            "same_network",
-        )
-        if name in _UNUSED or is_of_machines:
-            raise ConfigurationError(
+        is_of_machines = OPTIONS[name].section.title in _OF_MACHINES
+        if name in _UNUSED or (is_of_machines and name not in ("gpu_ids", "same_network")):
+            yield (
                 f"--{name} ({resolved.origins[name]}) has no effect on SageMaker, which starts the processes "
                 "itself. Leave it out."
             )
@@ -155,22 +132,14 @@ def read_hyperparameters(arguments: Sequence[str]) -> dict[str, int | float | bo
     found: dict[str, int | float | bool | str] = {}
     rest = list(arguments)
     while rest:
-        word = rest.pop(0)
-        name, has_value, text = word.partition("=")
-        if not name.startswith("--") or len(name) == 2:
+        name, has_value, text = rest.pop(0).partition("=")
+        if not has_value and rest and (not rest[0].startswith("-") or _NUMBER.fullmatch(rest[0])):
+            has_value, text = "=", rest.pop(0)
+        if not name.startswith("--") or not has_value or name[2:] in found:
             raise ConfigurationError(
-                f"SageMaker passes a script's arguments as --name value, got {word!r}. Write "
-                "--name before each value."
+                f"SageMaker passes each argument of a script once, as --name value; {name!r} isn't so. Write "
+                "--name before each value, and a value behind each name, such as True."
             )
-        if not has_value:
-            if not rest or (rest[0].startswith("-") and not _NUMBER.fullmatch(rest[0])):
-                raise ConfigurationError(
-                    f"SageMaker passes each argument of a script with a value, and {name} has none. Write "
-                    f"{name} True, and read the word in the script."
-                )
-            text = rest.pop(0)
-        if name[2:] in found:
-            raise ConfigurationError(f"SageMaker passes each argument once, and {name} is repeated.")
         found[name[2:]] = _typed(text)
     return found
 
@@ -183,23 +152,11 @@ def _typed(text: str) -> int | float | bool | str:
     return int(text) if re.fullmatch(r"[+-]?\d+", text) else float(text)
 
 
-def read_rows(text: str, what: str) -> list[tuple[str, str]]:
-    r"""Read a table of two columns that are separated by a tab, without its header. Pure.
-
-    Raises:
-        ConfigurationError: A line has another number of columns, or no line follows the header.
-
-    >>> read_rows("name\tlocation\ntrain\ts3://bucket/train\n", "--sagemaker_inputs_file")
-    [('train', 's3://bucket/train')]
-    """
-    rows = [row for row in csv.reader(io.StringIO(text), delimiter="\t", quoting=csv.QUOTE_NONE) if row]
-    for number, row in enumerate(rows, start=1):
-        if len(row) != 2:
-            raise ConfigurationError(
-                f"{what}: line {number} has {len(row)} columns. Write two, separated by a tab."
-            )
-    if len(rows) < 2:
-        raise ConfigurationError(f"{what} has no line after its header.")
+def _read_rows(text: str, what: str) -> list[tuple[str, str]]:
+    """Read a table of two columns that are separated by a tab, without its header."""
+    rows = [tuple(line.split("\t")) for line in text.splitlines() if line.strip()]
+    if len(rows) < 2 or any(len(row) != 2 for row in rows):
+        raise ConfigurationError(f"{what} must have a header and lines of two columns, separated by a tab.")
     return [(first, second) for first, second in rows[1:]]
 
 

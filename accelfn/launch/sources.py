@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from accelfn.devices import DEVICE_TYPES
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.files import ConfigFile
-from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, read_entry
-from accelfn.launch.config.record import LaunchConfig, is_active
+from accelfn.launch.config import LaunchConfig, is_active
+from accelfn.launch.config_file import ConfigFile
+from accelfn.launch.kinds import TEXT, TEXTS
+from accelfn.launch.options import EXCLUSIVE, OPTIONS, Option, read_entry
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,16 @@ def resolve(
     >>> found.config.num_processes, str(found.origins["num_processes"])
     (4, 'flag --num_processes')
     """
+    _refuse_misspelled(environment)
     layers = (
-        _from_flags(flags),
-        _from_environment(environment),
+        _read_layer(
+            (OPTIONS[name], given.text, Origin("flag", given.spelling)) for name, given in flags.items()
+        ),
+        _read_layer(_from_environment(environment)),
         {name: (value, Origin("launcher", variable)) for name, (value, variable) in (step or {}).items()},
         _from_file(file),
     )
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     origins: dict[str, Origin] = dict.fromkeys(OPTIONS, _DEFAULT)
     for layer in layers:
         decided = {
@@ -144,30 +149,25 @@ def _overruled(
 _Layer = dict[str, tuple[object, Origin]]
 
 
-def _from_flags(flags: Mapping[str, Given]) -> _Layer:
+def _read_layer(texts: Iterable[tuple[Option, str, Origin]]) -> _Layer:
     layer: _Layer = {}
-    for name, given in flags.items():
+    for option, text, origin in texts:
         try:
-            name, value = read_entry(OPTIONS[name], given.text)
+            name, value = read_entry(option, text)
         except ValueError as error:
-            raise ConfigurationError(f"argument {given.spelling}: {error}") from None
-        layer[name] = (value, Origin("flag", given.spelling))
+            # The value of a variable is printed nowhere.
+            message = f"the variable {origin.name} must be {option.kind.accepts}."
+            is_typed = origin.source == "flag"
+            raise ConfigurationError(f"argument {origin.name}: {error}" if is_typed else message) from None
+        layer[name] = (value, origin)
     return layer
 
 
-def _from_environment(environment: Mapping[str, str]) -> _Layer:
-    _refuse_misspelled(environment)
-    layer: _Layer = {}
+def _from_environment(environment: Mapping[str, str]) -> Iterator[tuple[Option, str, Origin]]:
     for option in OPTIONS.values():
         name = next((name for name in option.variables if environment.get(name, "").strip()), None)
-        if name is None:
-            continue
-        try:
-            target, value = read_entry(option, environment[name])
-        except ValueError as error:
-            raise ConfigurationError(f"the variable {name}: {error}") from None
-        layer[target] = (value, Origin("environment", name))
-    return layer
+        if name is not None:
+            yield option, environment[name], Origin("environment", name)
 
 
 def _refuse_misspelled(environment: Mapping[str, str]) -> None:
@@ -185,13 +185,10 @@ def _refuse_misspelled(environment: Mapping[str, str]) -> None:
 
 
 def _from_file(file: ConfigFile | None) -> _Layer:
-    layer: _Layer = {}
     if file is None:
-        return layer
-    for name, value in file.values.items():
-        line = file.lines.get(name)
-        layer[name] = (value, Origin("file", f"{file.path}, {line}" if line else file.path))
-    return layer
+        return {}
+    places = {name: ", ".join(filter(None, (file.path, file.lines.get(name)))) for name in file.values}
+    return {name: (value, Origin("file", places[name])) for name, value in file.values.items()}
 
 
 def _refuse_inactive(config: LaunchConfig, origins: Mapping[str, Origin]) -> None:
@@ -220,5 +217,7 @@ def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[st
         if origin.source == "default" and not everything:
             continue
         text = "-" if value is None else option.kind.write(value).replace("\n", "; ")
+        if origin.source == "environment" and option.kind in (TEXT, TEXTS):
+            text = "(not shown)"  # it may be a secret, which nobody typed here
         rows.append((option.path, text, str(origin)))
     return rows

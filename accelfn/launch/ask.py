@@ -12,9 +12,12 @@ from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.files import read_config
-from accelfn.launch.config.options import FILE
-from accelfn.launch.config.questions import (
+from accelfn.launch.config import LaunchConfig
+from accelfn.launch.config_file import read_config
+from accelfn.launch.kinds import FILE
+from accelfn.launch.machine import Machine
+from accelfn.launch.questions import (
+    PACKAGES,
     Answers,
     Question,
     default_of,
@@ -23,14 +26,12 @@ from accelfn.launch.config.questions import (
     read_answer,
     values_of,
 )
-from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.plan.machine import Machine
 
 #: Asks a question, given its choices and default. Returns the text of the answer, empty for the default.
 Ask = Callable[[Question, tuple[str, ...], object], str]
 
 
-def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
+def ask_values(path: str, machine: Machine) -> Mapping[str, Any] | None:
     """Ask all questions on the terminal.
 
     Args:
@@ -50,37 +51,34 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
         raise ConfigurationError(
             "accelfn config needs a terminal. Use accelfn config default, or pass flags to accelfn launch."
         )
-    questionary = _load_questionary()
+    try:
+        questionary: Any = importlib.import_module("questionary")
+    except ImportError as error:
+        raise MissingExtraError(
+            "accelfn config needs questionary, which is not installed. Run: pip install 'accelfn[cli]'"
+        ) from error
     _check_writable(path)
-    saved: Mapping[str, object] = MappingProxyType({})
+    saved: Mapping[str, Any] = MappingProxyType({})
     if os.path.exists(path):
         try:
-            saved = read_config(path).values
-            LaunchConfig(**saved)
+            file = read_config(path)
+            LaunchConfig(**file.values)
+            saved, notes = file.values, file.notes  # notes: it is Accelerate's, which couldn't read ours
         except ConfigurationError as error:
-            print(f"note: {error}", file=sys.stderr)
-            if not questionary.confirm("Replace the file?", default=False).unsafe_ask():
-                return None
-            saved = MappingProxyType({})
+            notes = (str(error),)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        if notes and not questionary.confirm("Replace the file?", default=False).unsafe_ask():
+            return None
 
     def ask(question: Question, choices: tuple[str, ...], default: object) -> str:
         return _ask(questionary, question, choices, default)
 
-    has_tpu, has_sagemaker, has_fp8, has_deepspeed = (
-        importlib.util.find_spec(package) is not None
-        for package in ("torch_xla", "sagemaker", "torchao", "deepspeed")
-    )
-    offered = (("fp8", "torchao", has_fp8), ("DeepSpeed", "deepspeed", has_deepspeed))
-    for what, extra in ((what, extra) for what, extra, is_there in offered if not is_there):
-        print(f"{what} isn't offered: it needs pip install 'accelfn[{extra}]'")
-    first = first_answers(
-        saved,
-        machine.devices,
-        has_tpu=has_tpu,
-        has_sagemaker=has_sagemaker,
-        has_fp8=has_fp8,
-        has_deepspeed=has_deepspeed,
-    )
+    installed = [package for package in PACKAGES if importlib.util.find_spec(package)]
+    for package, what in (("torchao", "fp8"), ("deepspeed", "DeepSpeed")):
+        if package not in installed:
+            print(f"{what} isn't offered: it needs pip install 'accelfn[{package}]'")
+    first = first_answers(saved, machine.devices, *installed)
     return values_of(ask_questions(first, saved, ask, print))
 
 
@@ -137,7 +135,7 @@ def format_launch(values: Mapping[str, object], config_file: str | None) -> str:
 def format_prompt(question: Question, default: object) -> str:
     """Format a question with its default. Pure.
 
-    >>> from accelfn.launch.config.questions import QUESTIONS
+    >>> from accelfn.launch.questions import QUESTIONS
     >>> format_prompt(next(each for each in QUESTIONS if each.name == "num_machines"), 2)
     'How many machines? [2]:'
     """
@@ -148,22 +146,9 @@ def format_prompt(question: Question, default: object) -> str:
     return f"{question.text} (such as {question.example}):"
 
 
-def _load_questionary() -> Any:
-    try:
-        import questionary
-    except ImportError as error:
-        raise MissingExtraError(
-            "accelfn config needs questionary, which is not installed. Run: pip install 'accelfn[cli]'"
-        ) from error
-    return questionary
-
-
 def _check_writable(path: str) -> None:
     """Check before the first question that the file can be written after the last."""
-    file = Path(path).absolute()
-    if file.is_dir():
-        raise ConfigurationError(f"{path} is a directory. Pass a file: accelfn config --config_file FILE")
-    folder = next(parent for parent in file.parents if parent.exists())
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigurationError(
             f"can't write {path}: {folder} is not a writable directory. Pass another file: accelfn config "
@@ -175,19 +160,12 @@ def _ask(questionary: Any, question: Question, few: tuple[str, ...], default: ob
     if question.kind.is_bool:
         answer = questionary.confirm(question.text, default=default is True).unsafe_ask()
         return "true" if answer else "false"
-    if few:
-        # The shortcut of a choice is its digit if all choices are digits, else its position.
-        are_digits = all(len(choice) == 1 and choice.isdecimal() for choice in few)
-        choices = [
-            questionary.Choice(
-                question.title(choice), value=choice, shortcut_key=choice if are_digits else True
-            )
-            for choice in few
-        ]
-        return questionary.select(
-            question.text,
-            choices=choices,
-            default=None if default is None else str(default),
-            use_shortcuts=len(few) < 10,
-        ).unsafe_ask()
-    return questionary.text(format_prompt(question, default)).unsafe_ask()
+    if not few:
+        return questionary.text(format_prompt(question, default)).unsafe_ask()
+    # The shortcut of a choice is its digit if all choices are digits, else its position.
+    are_digits = all(len(choice) == 1 and choice.isdecimal() for choice in few)
+    choices = [questionary.Choice(choice, shortcut_key=choice if are_digits else True) for choice in few]
+    given = None if default is None else str(default)
+    return questionary.select(
+        question.text, choices=choices, default=given, use_shortcuts=len(few) < 10
+    ).unsafe_ask()

@@ -87,7 +87,7 @@ def read_step(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name) or "0"
     if not text.isdecimal():
-        raise ConfigurationError(f"the variable {name} must be an integer, got {text!r}.")
+        raise ConfigurationError(f"the variable {name} must be an integer.")
     return int(text)
 
 
@@ -104,7 +104,7 @@ def expand_hosts(hosts: str) -> tuple[str, ...]:
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts.strip())
     if not parts or ",".join(parts) != hosts.strip():
         raise ConfigurationError(
-            f"unknown format of a SLURM host list: {hosts!r}. Expected a list such as 'gpu[01-03]'."
+            "unknown format of a SLURM host list (SLURM_STEP_NODELIST). Expected a list such as 'gpu[01-03]'."
         )
     return tuple(host for part in parts for host in _expand(part))
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import OPTIONS
-from accelfn.launch.config.record import LaunchConfig, changed_values, is_active, replace
-from accelfn.launch.plan.machine import Machine
+from accelfn.launch.config import LaunchConfig, changed_values, is_active
+from accelfn.launch.machine import Machine
+from accelfn.launch.options import OPTIONS
 
 LOOPBACK = "127.0.0.1"
 #: torch's default, so that firewalls need no new rule.
 PORT = 29500
 #: Runs torchrun, and reports failures. Started by its path, because importing this package would add 0.1 s.
-AGENT = str(Path(__file__).parents[1] / "run" / "agent.py")
+AGENT = str(Path(__file__).parent / "run" / "agent.py")
 #: Runs a Python script, and records its exception.
-WORKER = str(Path(__file__).parents[1] / "run" / "worker.py")
+WORKER = str(Path(__file__).parent / "run" / "worker.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,8 @@ def under_compat(config: LaunchConfig, script: Script) -> tuple[LaunchConfig, Sc
     """
     if not config.compat:
         return config, script
-    run = ("-m",) if config.module else ()
-    return replace(config, module=True, compat=False), Script(
-        "accelfn.compat", (*run, script.name, *script.args)
-    )
+    args = (*(("-m",) if config.module else ()), script.name, *script.args)
+    return replace(config, module=True, compat=False), Script("accelfn.compat", args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,22 +137,14 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine) -> Lau
 def endpoint_of(config: LaunchConfig) -> tuple[str, int]:
     """Return host and port of the rendezvous. Pure.
 
-    Raises:
-        ConfigurationError: ``rdzv_endpoint`` is not a host, or a host with a port.
-
     >>> endpoint_of(LaunchConfig(rdzv_endpoint="[::1]:1234")), endpoint_of(LaunchConfig(main_process_port=5))
     (('::1', 1234), ('127.0.0.1', 5))
     """
     if config.rdzv_endpoint is None:
         is_alone = config.num_machines == 1  # then an address has no effect
         return (not is_alone and config.main_process_ip) or LOOPBACK, config.main_process_port or PORT
-    host, colon, port = config.rdzv_endpoint.rpartition(":")
-    if not colon or host.endswith(":"):
-        host, port = config.rdzv_endpoint, str(PORT)
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
-        raise ConfigurationError(f"--rdzv_endpoint must be HOST:PORT, got {config.rdzv_endpoint!r}.")
-    return host, int(port)
+    host, port = re.findall(r"^\[?(.*?)\]?(?::(\d+))?$", config.rdzv_endpoint)[0]
+    return host, int(port or PORT)
 
 
 def _plan_rendezvous(config: LaunchConfig) -> tuple[tuple[str, ...], int | None]:
@@ -217,14 +208,9 @@ def plan_pod(config: LaunchConfig, script: Script) -> LaunchPlan:
         and is_active(config, OPTIONS[name])
     ]
     inner = shlex.join(("accelfn", "launch", *flags, script.name, *script.args))
-    prefix = " ".join(
-        (
-            *(("sudo",) if config.tpu_use_sudo else ()),
-            "env",
-            *(shlex.quote(variable) for variable in config.env or ()),
-        )
-    )
-    command = f"{prefix} ACCELFN_IN_TPU_POD=1 ACCELERATE_IN_TPU_POD=1 {inner}"
+    variables = "".join(f"{shlex.quote(variable)} " for variable in config.env or ())
+    sudo = "sudo " if config.tpu_use_sudo else ""
+    command = f"{sudo}env {variables}ACCELFN_IN_TPU_POD=1 ACCELERATE_IN_TPU_POD=1 {inner}"
     workers = ",".join(config.vm) if config.vm else "all"
     return LaunchPlan(
         way="tpu_pod",

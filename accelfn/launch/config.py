@@ -1,20 +1,19 @@
-"""The configuration of a launch as a frozen record, with one attribute per row of the table of options."""
+"""The configuration of a launch: the record of all options, and which values fit together."""
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from collections.abc import Iterator
 from math import prod
-from types import SimpleNamespace
-from typing import Any, NoReturn
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.options import EXCLUSIVE, OPTIONS, Option
+from accelfn.launch.options import EXCLUSIVE, OPTIONS, LaunchOptions, Option
 
 
-class LaunchConfig(SimpleNamespace):
+class LaunchConfig(LaunchOptions):
     """Options of ``accelfn launch``, one attribute per flag. ``None`` means unset.
 
-    [The command line](../reference/cli.md) lists the options. The constructor validates them.
+    [The command line](../reference/cli.md) lists the options. The constructor validates them. A value:
+    equal options make equal configurations, and ``dataclasses.replace`` makes one with changes.
 
     Raises:
         ConfigurationError: Values conflict, or a value is invalid for its option.
@@ -27,23 +26,12 @@ class LaunchConfig(SimpleNamespace):
 must divide: got 3 processes on 2 machines. Use 2 or 4 processes.
     """
 
-    def __init__(self, **values: Any) -> None:
-        """Set options by name; the others keep their defaults."""
-        super().__init__(**({name: option.default for name, option in OPTIONS.items()} | values))
-        for name, value in values.items():
-            if name not in OPTIONS:
-                raise TypeError(f"LaunchConfig has no option {name!r}.")
-            option = OPTIONS[name]
-            if not (value is None and option.default is None) and not option.kind.holds(value):
-                raise ConfigurationError(f"LaunchConfig.{name} must be {option.kind.accepts}, got {value!r}.")
-        _check_choices(self)
-        _check_elastic(self)
-        _check_devices(self)
-        _check_machines(self)
-        _check_mesh(self)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise FrozenInstanceError(f"LaunchConfig is immutable; use replace(config, {name}=...).")
+    def __post_init__(self) -> None:
+        """Check each value, and that all fit together."""
+        super().__post_init__()
+        for check in (_check_choices, _check_elastic, _check_ids, _check_machines, _check_mesh):
+            for fault in check(self):
+                raise ConfigurationError(fault)
 
     def __repr__(self) -> str:
         changed = (f"{name}={value!r}" for name, value in changed_values(self).items())
@@ -52,12 +40,9 @@ must divide: got 3 processes on 2 machines. Use 2 or 4 processes.
 
 def changed_values(config: LaunchConfig) -> dict[str, object]:
     """Return the values that differ from their defaults, by option name."""
-    return {name: value for name, value in vars(config).items() if value != OPTIONS[name].default}
-
-
-def replace(config: LaunchConfig, **changes: object) -> LaunchConfig:
-    """Return a copy with changed options."""
-    return LaunchConfig(**{**vars(config), **changes})
+    return {
+        name: value for name, option in OPTIONS.items() if (value := getattr(config, name)) != option.default
+    }
 
 
 def is_active(config: LaunchConfig, option: Option) -> bool:
@@ -75,35 +60,27 @@ def is_active(config: LaunchConfig, option: Option) -> bool:
     return value not in (None, "no") if section.on is None else value == section.on
 
 
-def _check_choices(config: LaunchConfig) -> None:
-    """Check options that exclude or require each other."""
+def _check_choices(config: LaunchConfig) -> Iterator[str]:
+    """Yield what is wrong with options that exclude or require each other."""
     for group in EXCLUSIVE:
         chosen = [f"--{name}" for name in group if getattr(config, name)]
         if len(chosen) > 1:
-            raise ConfigurationError(f"{' and '.join(chosen)} exclude each other. Pass one of them.")
+            yield f"{' and '.join(chosen)} exclude each other. Pass one of them."
     if config.enable_cpu_affinity and (config.cpu or config.tpu):
-        raise ConfigurationError(
-            "--enable_cpu_affinity binds each process to the NUMA node of its GPU. Leave it out on CPUs and "
-            "TPUs."
-        )
+        yield "--enable_cpu_affinity binds processes to NUMA nodes of GPUs. Leave it out on CPUs and TPUs."
     if config.no_python and config.tpu:
-        raise ConfigurationError("--tpu runs a function of a Python script. Leave --no_python out.")
-    if config.use_deepspeed and config.tpu:
-        raise ConfigurationError("--use_deepspeed and --tpu exclude each other. Pass one of them.")
+        yield "--tpu runs a function of a Python script. Leave --no_python out."
     if not config.use_fsdp:
         return
-    if (
-        config.fsdp_version == 1
-        and config.fsdp_cpu_ram_efficient_loading
-        and not config.fsdp_sync_module_states
-    ):
-        raise ConfigurationError(
+    version, loads_on_one = config.fsdp_version, config.fsdp_cpu_ram_efficient_loading
+    if version == 1 and loads_on_one and not config.fsdp_sync_module_states:
+        yield (
             "--fsdp_cpu_ram_efficient_loading needs --fsdp_sync_module_states: otherwise only the main "
             "process has the weights. Switch the first off or the second on."
         )
-    offloads_checkpoints = config.fsdp_activation_checkpointing_offload
-    if offloads_checkpoints and not (config.fsdp_version == 2 and config.fsdp_activation_checkpointing):
-        raise ConfigurationError(
+    is_possible = version == 2 and config.fsdp_activation_checkpointing
+    if config.fsdp_activation_checkpointing_offload and not is_possible:
+        yield (
             "--fsdp_activation_checkpointing_offload needs --fsdp_version 2 and "
             "--fsdp_activation_checkpointing. Pass both, or leave it out."
         )
@@ -116,62 +93,54 @@ _NOT_ELASTIC = (
 )
 
 
-def _check_elastic(config: LaunchConfig) -> None:
-    """Refuse, with ``elastic``, whatever else would start or connect the processes."""
-    if not config.elastic:
-        return
-    changed = changed_values(config)
+def _check_elastic(config: LaunchConfig) -> Iterator[str]:
+    """Yield, with ``elastic``, whatever else would start or connect the processes."""
+    changed = changed_values(config) if config.elastic else {}
     conflicts = [
         f"--{'no_' if changed[name] is False else ''}{name}" for name in _NOT_ELASTIC if name in changed
     ]
     if conflicts:
-        raise ConfigurationError(
+        yield (
             f"--elastic starts and connects each process by itself, which {' and '.join(conflicts)} would "
             "change. Leave one or the other out."
         )
 
 
-def _check_devices(config: LaunchConfig) -> None:
+def _check_ids(config: LaunchConfig) -> Iterator[str]:
     ids = () if config.gpu_ids == "all" else tuple(config.gpu_ids.split(","))
     if len(set(ids)) < len(ids):
-        raise ConfigurationError(f"--gpu_ids lists an accelerator twice: got {config.gpu_ids}.")
+        yield f"--gpu_ids lists an accelerator twice: got {config.gpu_ids}."
     if config.multi_gpu and config.num_processes == 1:
-        raise ConfigurationError(
-            "--multi_gpu needs at least two processes: got --num_processes 1. Leave --multi_gpu out."
-        )
+        yield "--multi_gpu needs at least two processes: got --num_processes 1. Leave --multi_gpu out."
     if config.multi_gpu and len(ids) == 1 and config.num_machines == 1:
-        raise ConfigurationError(
+        yield (
             f"--multi_gpu needs several accelerators: got --gpu_ids {config.gpu_ids}. List several, or leave "
             "--multi_gpu out."
         )
     local_size = (config.num_processes or 1) // config.num_machines
     if ids and local_size > len(ids) and not (config.cpu or config.tpu):
-        raise ConfigurationError(
+        yield (
             f"{local_size} processes on this machine need as many accelerators, but --gpu_ids "
             f"{config.gpu_ids} lists {len(ids)}. Use --num_processes {len(ids) * config.num_machines}, or "
             "--cpu to run them on the CPU."
         )
 
 
-def _check_machines(config: LaunchConfig) -> None:
+def _check_machines(config: LaunchConfig) -> Iterator[str]:
     machines, rank, processes = config.num_machines, config.machine_rank, config.num_processes
     if rank is not None and rank >= machines:
-        raise ConfigurationError(
-            f"--machine_rank must be 0 to {machines - 1} with --num_machines {machines}, got {rank}."
-        )
+        yield f"--machine_rank must be 0 to {machines - 1} with --num_machines {machines}, got {rank}."
     if processes is not None and processes % machines:
         fewer = processes // machines * machines
         choices = " or ".join(str(number) for number in (fewer, fewer + machines) if number)
-        raise ConfigurationError(
+        yield (
             f"--num_processes is the number on all machines, which --num_machines must divide: got "
             f"{processes} processes on {machines} machines. Use {choices} processes."
         )
     if config.rdzv_endpoint is not None and (config.main_process_ip or config.main_process_port) is not None:
-        raise ConfigurationError(
-            "--rdzv_endpoint replaces --main_process_ip and --main_process_port. Pass one or the other."
-        )
+        yield "--rdzv_endpoint replaces --main_process_ip and --main_process_port. Pass one or the other."
     if config.rdzv_backend == "static" and config.max_restarts:
-        raise ConfigurationError(
+        yield (
             f"--max_restarts {config.max_restarts} needs --rdzv_backend c10d: a static rendezvous can't be "
             "repeated for another attempt."
         )
@@ -179,34 +148,25 @@ def _check_machines(config: LaunchConfig) -> None:
     if machines == 1 or config.tpu or config.compute_environment != "LOCAL_MACHINE":
         return
     if config.main_process_ip is None and config.rdzv_endpoint is None:
-        raise ConfigurationError(
-            f"--num_machines {machines} needs --main_process_ip, the address of machine 0, on every machine."
-        )
+        yield f"--num_machines {machines} needs --main_process_ip, the address of machine 0, on each of them."
     if config.main_process_port == 0:
-        raise ConfigurationError(
+        yield (
             "--main_process_port 0 picks a free port that the other machines can't know. Pass the same port "
             "on every machine, or leave it out for 29500."
         )
     if rank is None and config.rdzv_backend != "c10d":
-        raise ConfigurationError(
+        yield (
             f"--num_machines {machines} needs --machine_rank (0 to {machines - 1}, different on every "
             "machine). Use --rdzv_backend c10d to have ranks assigned."
         )
 
 
-def mesh_size(config: LaunchConfig) -> int:
-    """Return the number of ranks in the mesh; 1 if there is no mesh."""
-    return prod(_mesh_sizes(config).values())
-
-
-def _mesh_sizes(config: LaunchConfig) -> dict[str, int]:
-    axes = ("dp_replicate", "dp_shard", "cp", "sp", "tp") if config.use_parallelism_config else ()
-    return {axis: getattr(config, f"parallelism_config_{axis}_size") for axis in axes}
-
-
-def _check_mesh(config: LaunchConfig) -> None:
+def _check_mesh(config: LaunchConfig) -> Iterator[str]:
     """Check that the mesh has as many ranks as processes. FSDP shards over ranks without another axis."""
-    total, size, sizes = config.num_processes, mesh_size(config), _mesh_sizes(config)
+    axes = ("dp_replicate", "dp_shard", "cp", "sp", "tp") if config.use_parallelism_config else ()
+    sizes: dict[str, int] = {axis: getattr(config, f"parallelism_config_{axis}_size") for axis in axes}
+    total = config.num_processes
+    size = prod(sizes.values())
     if total is None or size == 1:
         return
     is_filled = config.use_fsdp and sizes["dp_replicate"] == sizes["dp_shard"] == 1
@@ -215,12 +175,10 @@ def _check_mesh(config: LaunchConfig) -> None:
         shown = " x ".join(f"{axis} {length}" for axis, length in sizes.items() if length > 1)
         others = size // sizes["dp_replicate"]
         more = "" if total % others else f", or --parallelism_config_dp_replicate_size {total // others}"
-        raise ConfigurationError(
-            f"the mesh needs {size} processes ({shown}), got {total}. Use --num_processes {size}{more}."
-        )
+        yield f"the mesh needs {size} processes ({shown}), got {total}. Use --num_processes {size}{more}."
     shards = (free if is_filled else sizes["dp_shard"]) * sizes["cp"] * sizes["sp"]
     if config.use_fsdp and shards == 1:
-        raise ConfigurationError(
+        yield (
             f"--use_fsdp has nothing to shard over: the other mesh axes use all {total} processes. "
             "Use --parallelism_config_dp_shard_size, or leave --use_fsdp out."
         )
