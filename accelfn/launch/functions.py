@@ -24,7 +24,9 @@ from accelfn.context.config.checks import did_you_mean
 from accelfn.context.rendezvous import serve_store
 from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, MissingExtraError
 from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.function_ranks import (
+from accelfn.launch.plan.commands import Script, plan_torchrun
+from accelfn.launch.plan.machine import Machine, count_cores, crowding_notes
+from accelfn.launch.rank import (
     RANK_COMMAND,
     STACK_SIGNAL,
     name_of,
@@ -33,8 +35,6 @@ from accelfn.launch.function_ranks import (
     run_xla_rank,
     write_job,
 )
-from accelfn.launch.plan.commands import Script, plan_torchrun
-from accelfn.launch.plan.machine import Machine, count_cores, crowding_notes
 from accelfn.testing.part import Outcome, conclude, died
 
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")
@@ -435,7 +435,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
     report: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         report = json.loads((folder / "agent.json").read_text("utf-8"))
-    if "error" in report or (code and not report):
+    if report.get("error") or (code and not report):
         reason = report.get("error", f"the agent ended with status {code}")
         where = config.rdzv_endpoint or f"{config.main_process_ip}:{config.main_process_port}"
         raise DistributedError(
@@ -443,7 +443,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
             f"(rendezvous at {where}): {reason}. Run the same cell on every node, with an address and port "
             "that all of them can reach."
         )
-    exitcodes: dict[int, int] = {failed["rank"]: failed["exitcode"] for failed in report.get("failures", ())}
+    exitcodes = {int(rank): exitcode for rank, exitcode in report.get("exitcodes", {}).items()}
     attempts = reported_ranks(folder)
     last = max(attempts.values(), default=0)
     # Without the ranks that the agent has stopped because of another one.

@@ -49,7 +49,7 @@ def test_a_terminal_shows_the_start_line(
 def test_tpus() -> None:
     bf16 = "--tpu --mixed_precision=bf16"
     plan = plan_of(f"{bf16} --main_training_function=train --num_processes=8 t.py")
-    assert plan.argv == ("python", "-m", "accelfn.launch.run.xla", "train", "8", "script", "t.py")
+    assert plan.argv == ("python", "-m", "accelfn.launch.xla", "train", "8", "script", "t.py")
     assert ("ACCELFN_TORCH_DEVICE", "xla") in plan.env_changes
     assert not any(name.startswith("XLA_") for name, _ in plan.env_changes)  # autocast computes in bf16
     assert ("XLA_DOWNCAST_BF16", "1") in plan_of(f"{bf16} --downcast_bf16 t.py").env_changes
@@ -78,7 +78,7 @@ def test_torch_xla_is_asked_for_and_used(tmp_path: Path) -> None:
 
     def run(function: str, *paths: Path) -> tuple[str, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "accelfn.launch.run.xla", function, "8", "script", "t.py", "-x"],
+            [sys.executable, "-m", "accelfn.launch.xla", function, "8", "script", "t.py", "-x"],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True,

@@ -41,7 +41,7 @@ import json, os, pathlib, sys
 setup = json.loads(pathlib.Path(sys.argv[1], "setup.json").read_text("utf-8"))
 sys.path[:] = setup["path"]
 os.environ.update(setup["environment"])
-from accelfn.launch.function_ranks import run_rank
+from accelfn.launch.rank import run_rank
 run_rank(sys.argv[1], setup)
 """
 RANK_COMMAND = ("-u", "-c", _BOOT)

@@ -1,12 +1,14 @@
 """The last lines of a launch that failed, from what its processes wrote down."""
 
 import json
+import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelfn.launch.run.report import Failure, format_report, read_failures
+from accelfn.launch.report import Failure, format_report, read_failures
 
 FRAMES = tuple(("f.py", line, "f", "") for line in range(9))
 FIRST = Failure(rank=1, exitcode=1, kind="ValueError", text="ValueError: no", frames=FRAMES[:1], time_s=1.0)
@@ -49,41 +51,45 @@ def test_long_errors_are_cut() -> None:
     assert len(lines) <= 14
 
 
-STARTED: dict[str, Any] = {"rank": 0, "attempt": 0, "host": "b", "pid": 1}
-ENDED: dict[str, Any] = {"rank": 0, "exitcode": -9, "time_s": 3.0}
-RAISED: dict[str, Any] = {
-    **STARTED,
+KILLED = Failure(rank=0, exitcode=-9, time_s=3.0)
+RAISED = {
     "kind": "ValueError",
     "text": "ValueError: no",
-    "status": 1,
+    "status": 3,
     "time_s": 1.0,
-    "frames": [],
+    "frames": [["f", 1, "g", ""]],
 }
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("seen", "facts", "exitcode"),
     [
-        (
-            {"started": STARTED, "agent": {"failures": [ENDED]}},
-            "rank 0 of 2 failed on b, killed by SIGKILL (possibly out of memory).",
-        ),
-        (  # while it was ending, torchrun stopped it for the end of another
-            {"failed": RAISED, "agent": {"failures": [{**ENDED, "exitcode": -15}]}},
-            "rank 0 of 2 failed on b, with exit status 1:",
-        ),
-        (
-            {"agent": {"error": "RendezvousTimeoutError: too late"}},
-            "the processes could not be started:\n  RendezvousTimeoutError: too late",
-        ),
-        (
-            {"started": STARTED, "agent": {"error": "RendezvousConnectionError: no"}},
-            "this machine lost the connection to the others, and stopped its processes:\n  Rendezvous",
-        ),
+        ((KILLED,), None, -9),
+        ((KILLED,), {"message": "by another writer"}, -9),
+        ((replace(KILLED, exitcode=1),), RAISED, 1),
+        ((replace(KILLED, exitcode=-15),), RAISED, 3),  # it was ending when it was stopped
+        ((), RAISED, 3),  # after a signal nobody has seen how it ended
     ],
 )
-def test_what_was_written_is_reported(files: dict[str, Any], expected: str, tmp_path: Path) -> None:
-    for name, content in files.items():
-        (tmp_path / f"{name}{'' if name == 'agent' else '.0.0'}.json").write_text(json.dumps(content))
-    output = format_report(read_failures(str(tmp_path)), num_processes=2, log_dir=None)
-    assert output.startswith(f"accelfn launch: {expected}")
+def test_error_files_say_what_was_raised(seen: Any, facts: Any, exitcode: int, tmp_path: Path) -> None:
+    error_file = tmp_path / "error.json"
+    (tmp_path / "started.0.0.17").write_text(str(error_file))
+    (tmp_path / "started.1.0.18").write_text(str(tmp_path / "none"))
+    if facts is not None:
+        written = {"message": {"extraInfo": {"accelfn": facts}}} if "kind" in facts else facts
+        error_file.write_text(json.dumps(written))
+    (failure,) = read_failures(str(tmp_path), seen)
+    assert (failure.rank, failure.exitcode, failure.host) == (0, exitcode, socket.gethostname())
+    assert failure.frames == ((("f", 1, "g", ""),) if facts is RAISED else ())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("agent", "the processes could not be started:"),
+        ("lost", "this machine lost the connection to the others, and stopped its processes:"),
+    ],
+)
+def test_a_launcher_that_fails_itself_says_why(kind: str, text: str) -> None:
+    failure = Failure(rank=None, kind=kind, text="RendezvousTimeoutError: too late", exitcode=1)
+    assert report(failure)[:2] == [f"accelfn launch: {text}", "  RendezvousTimeoutError: too late"]

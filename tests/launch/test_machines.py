@@ -12,10 +12,10 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from accelfn.errors import ConfigurationError
+from accelfn.launch import machines as module
 from accelfn.launch.launch import is_port_free
-from accelfn.launch.run import machines as module
-from accelfn.launch.run.machines import Machines, join_machines
-from accelfn.launch.run.report import Failure
+from accelfn.launch.machines import Machines, join_machines
+from accelfn.launch.report import Failure
 from tests.launch.processes import free_port
 
 

@@ -9,19 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented
 
 from accelfn.context.failure import Loss, MessageBoard, announce_loss, losses_from, store_board
-from accelfn.launch.run import elastic_agents
-from accelfn.launch.run.slots import plan_slots
 from tests.launch.processes import environment, free_port, is_alive, wait_for
 
 pytestmark = pytest.mark.slow  # each launcher loads torch
@@ -329,26 +324,3 @@ def test_a_script_without_elastic_training(launch: Callable[..., Launch], tmp_pa
     )
     assert launch("-n2", "world.py").finish(240) == (0, [])
     assert sorted(path.name for path in tmp_path.glob("* on *")) == ["2 on 0", "2 on 1"]
-
-
-class Lost(dict[int, str]):
-    """Lost machines, of which two threads read at the same time."""
-
-    def keys(self) -> Any:
-        return self
-
-    def __sub__(self, known: set[int]) -> set[int]:
-        new = {*self} - known
-        time.sleep(0.1)
-        return new
-
-
-def test_a_lost_machine_is_reported_once_though_every_agent_reads_of_it() -> None:
-    reports: list[str] = []
-    machines: Any = SimpleNamespace(lost=lambda: Lost({1: "machine 1"}))
-    make: Any = vars(elastic_agents)["_Training"]
-    training = make(HashStore(), plan_slots(2, 1, 0), 1.0, machines, lambda: 0, reports.append)
-    with ThreadPoolExecutor(2) as pool:
-        polls = [pool.submit(training.poll) for _ in range(2)]
-    assert [poll.result() for poll in polls] == [False, False]
-    assert reports == ["the launcher on machine 1 was killed, or the machine is down"]

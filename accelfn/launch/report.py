@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,56 +48,37 @@ class Failure:
     elsewhere: bool = False
 
 
-def read_failures(folder: str) -> tuple[Failure, ...]:
-    """Read the failures of the last attempt, which workers and agent wrote into the folder of a run.
+def read_failures(folder: str, seen: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Read what processes wrote into torch's error files.
 
-    In elastic training each rank has attempts of its own, and only its last one can be the end of it.
+    Args:
+        folder: Of the run, where each process has said which its error file is.
+        seen: How processes failed, as their launcher saw it; none after a signal.
     """
-    outcome = next(_read(Path(folder).glob("agent.json")), dict[str, Any]())
-    started = list(_read(Path(folder).glob("started.*.json")))
-    failed = list(_read(sorted(Path(folder).glob("failed.*.json"))))
-    attempt = max((int(record["attempt"]) for record in (*started, *failed)), default=0)
-    hosts = {int(record["rank"]): str(record["host"]) for record in started}
-    failures: dict[int, Failure] = {}
-    for record in outcome.get("failures", ()):  # as the agent saw them
-        rank = int(record["rank"])
-        failures[rank] = Failure(
-            rank=rank,
-            host=hosts.get(rank) or str(record.get("host", "")),
-            time_s=float(record["time_s"]),
-            exitcode=record["exitcode"],
-            text=str(record.get("text", "")),
-            attempt=int(record.get("attempt", attempt)),
-        )
-    for record in failed:
-        rank = int(record["rank"])
-        if int(record["attempt"]) != (failures[rank].attempt if rank in failures else attempt):
-            continue
-        frames = [frame for frame in record["frames"] if frame["own"]]
-        if record["kind"] != "SystemExit":  # with it, the program has reported its error
-            frames = frames or record["frames"]
-        exitcode = failures[rank].exitcode if rank in failures else -signal.SIGTERM
-        failures[rank] = Failure(
-            rank=rank,
-            host=record["host"],
-            time_s=record["time_s"],
-            attempt=int(record["attempt"]),
-            # A rank that fails while the agent stops it has its own status.
-            exitcode=int(record["status"]) & 0xFF if exitcode == -signal.SIGTERM else exitcode,
-            kind=record["kind"],
-            text=record["text"],
-            frames=tuple((each["file"], each["line"], each["function"], each["source"]) for each in frames),
-        )
-    if not failures and "error" in outcome:
-        kind = "lost" if started else "agent"
-        return (Failure(rank=None, text=str(outcome["error"]), kind=kind, exitcode=1),)
-    return tuple(failures[rank] for rank in sorted(failures))
+    if seen:
+        return tuple(_complete(failure, folder) for failure in seen)
+    # After a signal nobody says how the processes ended: some raised while they were stopped.
+    started = [path.name.split(".") for path in Path(folder).glob("started.*[0-9]")]
+    last = max((int(attempt) for _, _, attempt, _ in started), default=0)
+    ranks = sorted(int(rank) for _, rank, attempt, _ in started if int(attempt) == last)
+    stopped = (Failure(rank=rank, attempt=last, exitcode=-signal.SIGTERM) for rank in ranks)
+    return tuple(failure for each in stopped if (failure := _complete(each, folder)).kind)
 
 
-def _read(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError):
-            yield json.loads(path.read_text(encoding="utf-8"))
+def _complete(failure: Failure, folder: str) -> Failure:
+    """Add what a process has written into its error file, if it has."""
+    failure = replace(failure, host=socket.gethostname())
+    try:
+        (started,) = Path(folder).glob(f"started.{failure.rank}.{failure.attempt}.*[0-9]")
+        written = json.loads(Path(started.read_text(encoding="utf-8")).read_text(encoding="utf-8"))
+        facts: dict[str, Any] = written["message"]["extraInfo"]["accelfn"]
+    except (OSError, ValueError, LookupError, TypeError):  # none, or that of another writer
+        return failure
+    status = facts.pop("status")
+    # A rank that fails while the agent stops it has its own status.
+    facts["exitcode"] = status if failure.exitcode == -signal.SIGTERM else failure.exitcode
+    facts["frames"] = tuple(tuple(frame) for frame in facts["frames"])
+    return replace(failure, **facts)
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:

@@ -21,7 +21,7 @@ from typing import Any, cast
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.run.report import Failure
+from accelfn.launch.report import Failure
 
 _POLL_S = 0.1
 _CONNECT_S = 10.0
