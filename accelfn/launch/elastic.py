@@ -42,6 +42,7 @@ from torch.distributed.elastic.multiprocessing import (
 from accelfn.context.failure import Loss, announce_loss, store_board
 from accelfn.context.rendezvous import serve_store
 from accelfn.launch.machines import Machines
+from accelfn.launch.rank import world_variables
 from accelfn.launch.report import Failure, describe_exit
 
 # Seconds between two looks at a heartbeat, which changes every half second.
@@ -211,7 +212,17 @@ class _Training:
         slot.process, slot.death, slot.killed_for, slot.has_left = None, None, "", False
         slot.silence, slot.listened_s = Silence(), time.monotonic()
         role = self._options.role
-        variables = plan_variables(slot.rank, slot.attempt, self._options, self._address)
+        host, port = self._address
+        variables = {
+            **world_variables(slot.rank, self._local_size, self._num_machines, self._address, run_id=_RUN_ID),
+            "TORCHELASTIC_RESTART_COUNT": str(slot.attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self._options.max_restarts),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+            "ROLE_NAME": role,
+            "ACCELFN_ELASTIC_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            "ACCELFN_ELASTIC_SLOT": str(slot.rank),
+            "ACCELFN_ELASTIC_SIZE": str(self._size),
+        }
         program, *arguments = self._command
         try:
             slot.process = start_processes(
@@ -328,37 +339,6 @@ class _Training:
 
     def _states(self) -> list[str]:
         return [self._read(rank)["state"] for rank in range(self._size)]
-
-
-def plan_variables(rank: int, attempt: int, options: Any, address: tuple[str, int]) -> dict[str, str]:
-    """Return the variables of a slot's process: torchrun's, and where the board is. Pure.
-
-    >>> from types import SimpleNamespace
-    >>> options = SimpleNamespace(nnodes="2", nproc_per_node="3", max_restarts=0, role="default")
-    >>> found = plan_variables(5, 0, options, ("fe80::1", 7))
-    >>> found["GROUP_RANK"], found["LOCAL_RANK"], found["ACCELFN_ELASTIC_STORE"]
-    ('1', '2', '[fe80::1]:7')
-    """
-    host, port = address
-    num_machines, local_size = int(options.nnodes), int(options.nproc_per_node)
-    values = {
-        **dict.fromkeys(("RANK", "ROLE_RANK", "ACCELFN_ELASTIC_SLOT"), rank),
-        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "ACCELFN_ELASTIC_SIZE"), num_machines * local_size),
-        "LOCAL_RANK": rank % local_size,
-        "LOCAL_WORLD_SIZE": local_size,
-        "GROUP_RANK": rank // local_size,
-        "GROUP_WORLD_SIZE": num_machines,
-        "ROLE_NAME": options.role,
-        "MASTER_ADDR": host,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": _RUN_ID,
-        "TORCHELASTIC_RESTART_COUNT": attempt,
-        "TORCHELASTIC_MAX_RESTARTS": options.max_restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "ACCELFN_ELASTIC_STORE": f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
-    }
-    return {name: str(value) for name, value in values.items()}
 
 
 def listen(silence: Silence, beat: str | None, elapsed_s: float) -> Silence:

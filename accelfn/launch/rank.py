@@ -15,7 +15,6 @@ import marshal
 import os
 import pickle
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -32,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.context import Context, init_context, text_of
 from accelfn.errors import DistributedError, MissingExtraError, RemoteTraceback
-from accelfn.testing.part import Outcome
+from accelfn.testing.part import STACK_SIGNAL, Outcome
 
 # Run by `python -c` in a rank. It sets search path and variables before the import of torch, which reads
 # OMP_NUM_THREADS.
@@ -45,8 +44,6 @@ from accelfn.launch.rank import run_rank
 run_rank(sys.argv[1], setup)
 """
 RANK_COMMAND = ("-u", "-c", _BOOT)
-# Makes a rank write its stacks; a signal that functions are unlikely to use.
-STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
 _POLL_S = 0.5
 # Time for which a finished rank waits for the others, because gloo may still connect them to it.
 _LINGER_S = 5.0
@@ -88,6 +85,32 @@ def write_job(
         },
     }
     (folder / "setup.json").write_text(json.dumps(setup), encoding="utf-8")
+
+
+def world_variables(
+    rank: int, local_size: int, num_machines: int, address: tuple[str, int], *, run_id: str
+) -> dict[str, str]:
+    """Return torchrun's variables of a rank, of which a launcher serves the store. Pure.
+
+    >>> found = world_variables(5, 3, 2, ("10.0.0.1", 7), run_id="none")
+    >>> found["GROUP_RANK"], found["LOCAL_RANK"], found["MASTER_ADDR"]
+    ('1', '2', '10.0.0.1')
+    """
+    host, port = address
+    values = {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), rank),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), num_machines * local_size),
+        **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), 0),
+        "LOCAL_RANK": rank % local_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": rank // local_size,
+        "GROUP_WORLD_SIZE": num_machines,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 def run_rank(path: str, setup: Mapping[str, Any]) -> NoReturn:
