@@ -48,16 +48,12 @@ def main(argv: Sequence[str]) -> int:
         scripts answer a signal with the same exit status, that one.
     """
     sys.path.append(str(Path(__file__).parents[2]))  # accelfn, in case it isn't installed
-    # A launcher in code passes a folder, and reports failures itself.
-    given = os.environ.pop("ACCELFN_AGENT_DIR", "")
-    folder = given or tempfile.mkdtemp(prefix="accelfn-run-")
-    os.environ["ACCELFN_RUN_DIR"] = folder
-    agent = _Agent(folder, has_caller=bool(given))
-    guard_pid, guard = _start_guard(folder, owner=agent.caller if given else 0)
+    folder = os.environ["ACCELFN_RUN_DIR"] = tempfile.mkdtemp(prefix="accelfn-run-")
+    guard_pid, guard = _start_guard(folder)
     try:
-        return agent.run(argv)
+        return _Agent(folder).run(argv)
     finally:
-        agent.remove_folder()
+        shutil.rmtree(folder, ignore_errors=True)
         if guard_pid:
             os.write(guard, b"!")
             os.waitpid(guard_pid, 0)
@@ -67,24 +63,25 @@ class _Agent:
     """State of one launch on this machine.
 
     Attributes:
-        caller: Process ID of the launcher in code, or of whoever started this process.
         stops: Signals that were received to stop the launch.
         reason: The message of another machine for which this one stops.
         failures: How processes of this machine failed.
         error: Why they could not be started.
     """
 
-    def __init__(self, folder: str, *, has_caller: bool) -> None:
-        self.folder, self.has_caller = folder, has_caller
-        self.caller = os.getppid()
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
         self.stops: list[int] = []
         self.reason: dict[str, Any] | None = None
         self.machines: Machines | None = None
         self.failures: tuple[Failure, ...] = ()
         self.error = ""
-        self.num_processes = 0
-        self.log_dir: str | None = None
+        self._num_processes = 0
+        self._has_logs = False
         self._is_quiet = bool(os.environ.pop("ACCELFN_AGENT_QUIET", ""))
+        # For a launcher in code, which reports failures itself.
+        self._outcome_file = os.environ.pop("ACCELFN_AGENT_OUTCOME", "")
+        self._caller = os.getppid()
         self._rendezvous = os.environ.pop("ACCELFN_AGENT_RENDEZVOUS", "")
         self._stop_timeout_s = 45.0
         self._is_elastic = False
@@ -139,9 +136,9 @@ class _Agent:
         if not has_cpp_level:
             os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # not for the scripts
         options: Any = cast("Any", torchrun).parse_args(list(argv))
-        self.log_dir = options.log_dir
+        self._has_logs = options.log_dir is not None
         options.log_dir = options.log_dir or os.path.join(self.folder, "torchrun")  # torchrun's isn't removed
-        self.num_processes = int(options.nnodes.partition(":")[0]) * int(options.nproc_per_node)
+        self._num_processes = int(options.nnodes.partition(":")[0]) * int(options.nproc_per_node)
         self._stop_timeout_s = (getattr(options, "shutdown_timeout", None) or 30) + 15.0
         # Ignored signals, such as SIGHUP under nohup, stay ignored.
         options.signals_to_handle = ",".join(signal.Signals(number).name for number in handlers)
@@ -185,10 +182,11 @@ class _Agent:
 
     def _finish(self, status: int) -> int:
         """Stop remaining processes, exchange failures with the other machines, and report the first one."""
-        if self.has_caller:
+        if self._outcome_file:
             exitcodes = {failure.rank: failure.exitcode for failure in self.failures}
-            outcome = {"exitcodes": exitcodes, "error": self.error}
-            Path(self.folder, "agent.json").write_text(json.dumps(outcome), encoding="utf-8")
+            outcome = json.dumps({"exitcodes": exitcodes, "error": self.error})
+            with contextlib.suppress(OSError):  # its launcher was killed
+                Path(self._outcome_file).write_text(outcome, encoding="utf-8")
             return status
         if status == 0 and not self.stops and self.reason is None:
             if self.machines is not None:
@@ -215,18 +213,11 @@ class _Agent:
             failures = (*failures, *self.machines.failures())
         first = first_failure(failures)
         sys.stdout.flush()
-        report = format_report(failures, num_processes=self.num_processes, log_dir=self._log_folder())
+        report = format_report(failures, num_processes=self._num_processes, has_logs=self._has_logs)
         if report and not self._is_quiet:
             print(report, file=sys.stderr)
         status = first.exitcode if first is not None and first.exitcode else status
         return status if status > 0 else 128 - status
-
-    def _log_folder(self) -> str | None:
-        """Return the folder that torchrun made for the last attempt, if the user has asked for logs."""
-        if self.log_dir is None:
-            return None
-        attempts = sorted(Path(self.log_dir).glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
-        return str(attempts[-1]) if attempts else self.log_dir
 
     def _watch(self, wake: int) -> None:
         """Handle signals and the messages of other machines while the main thread runs the processes."""
@@ -242,8 +233,8 @@ class _Agent:
                 idle_s = now_s - max(self._stopped_s, self._ended_s) if self._ended_s else 0.0
                 if is_late or idle_s > _WAIT_ALONE_S:
                     self._kill(self._finish(1))
-            if self.has_caller and os.getppid() != self.caller and not self.stops:
-                os.kill(os.getpid(), signal.SIGTERM)
+            if self._outcome_file and os.getppid() != self._caller and not self.stops:
+                os.kill(os.getpid(), signal.SIGTERM)  # the launcher in code was killed
             num_restarts = self._count_restarts()
             if num_restarts > self._num_restarts and not self._is_elastic:
                 self._num_restarts = num_restarts
@@ -282,22 +273,17 @@ class _Agent:
     def _count_restarts(self) -> int:
         return max((attempt for _, attempt in _started(self.folder)), default=0)
 
-    def remove_folder(self) -> None:
-        """Remove the folder, unless a launcher in code is there to do it."""
-        if not self.has_caller or os.getppid() != self.caller:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
     def _exit(self, number: int, frame: FrameType | None) -> NoReturn:
-        self.remove_folder()
+        shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(128 + number)
 
     def _kill(self, status: int) -> NoReturn:
         stop_processes(self.folder, 0.0)
-        self.remove_folder()
+        shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(status)
 
 
-def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
+def _start_guard(folder: str) -> tuple[int, int]:
     """Fork a process that stops the ranks if this process is killed.
 
     Returns:
@@ -319,8 +305,7 @@ def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
         if not os.read(reads, 1):
             time.sleep(0.2)  # until a process that was just being started has its variables
             stop_processes(folder, _GRACE_S)
-            if not owner or not _is_alive(owner):  # a living owner reads the reports in the folder
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 

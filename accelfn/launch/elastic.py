@@ -21,7 +21,6 @@ import json
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,8 +29,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed's is untyped
 from torch.distributed.elastic.multiprocessing import (
-    LogsDest,
-    LogsSpecs,
+    DefaultLogsSpecs,
     PContext,
     SignalException,
     Std,
@@ -67,7 +65,7 @@ class _Slot:
 
     Attributes:
         rank: Of all processes.
-        local_rank: Of the processes of this machine.
+        logs: Where its processes write.
         attempt: Number of processes before.
         state: As on the board.
         process: The process.
@@ -79,7 +77,7 @@ class _Slot:
     """
 
     rank: int
-    local_rank: int
+    logs: DefaultLogsSpecs
     attempt: int = -1
     state: str = ""
     process: PContext | None = None
@@ -96,6 +94,9 @@ class _Slot:
     @property
     def pid(self) -> int:
         return self.process.pids()[0] if self.process else 0
+
+    def failure(self, exitcode: int, text: str) -> Failure:
+        return Failure(rank=self.rank, attempt=self.attempt, exitcode=exitcode, text=text, time_s=time.time())
 
     def kill(self) -> None:
         """Kill the process and its children, which may hold the device that its replacement needs."""
@@ -129,7 +130,6 @@ def run_slots(
 
     Raises:
         SignalException: By torch's handler of a signal, which was passed on to the processes.
-        Exception: A process could not be started, and no other has ended the training.
     """
     training = _Training(options, command, heartbeat_timeout_s, machines, report)
     try:
@@ -160,14 +160,16 @@ class _Training:
         self._heartbeat_timeout_s, self._machines, self._report = heartbeat_timeout_s, machines, report
         self._address = host, store.port
         self._local_size, self._num_machines = int(options.nproc_per_node), int(options.nnodes)
-        first = self._machine_rank * self._local_size
-        self._slots = [_Slot(first + local_rank, local_rank) for local_rank in range(self._local_size)]
         self._size = self._local_size * self._num_machines
+        redirected, shown = (
+            to_map(Std.from_str(text), self._local_size) for text in (options.redirects, options.tee)
+        )
+        self._slots = [
+            _Slot(rank, DefaultLogsSpecs(f"{options.log_dir}/rank_{rank}", redirected[index], shown[index]))
+            for index, rank in enumerate(self._ranks(self._machine_rank))
+        ]
         self._over_s = 0.0  # when the end of the training was read
         self._lost: set[int] = set()  # machines
-        self._errors: list[Exception] = []  # of processes that could not be started
-        os.makedirs(options.log_dir, exist_ok=True)
-        self._folder = tempfile.mkdtemp(prefix=f"{_RUN_ID}_", dir=options.log_dir)
 
     def run(self) -> tuple[Failure, ...] | None:
         for slot in self._slots:
@@ -182,8 +184,6 @@ class _Training:
                 self.end(late, signal.SIGTERM)
             time.sleep(self._options.monitor_interval)
         succeeded = self._wait_for_the_others()
-        if self._errors and not succeeded:
-            raise self._errors[0]
         late = tuple(slot.death for slot in self._slots if slot.death and slot.has_left)
         if succeeded and not late:
             return None
@@ -230,11 +230,11 @@ class _Training:
                 entrypoint=program,
                 args={0: tuple(arguments)},
                 envs={0: variables},
-                logs_specs=_SlotLogs(self._folder, slot.local_rank, self._options, self._local_size),
-                log_line_prefixes={0: f"[{role}{slot.local_rank}]:"},
+                logs_specs=slot.logs,
+                log_line_prefixes={0: f"[{role}{variables['LOCAL_RANK']}]:"},
             )
         except OSError as error:
-            self._errors.append(error)
+            slot.death = slot.failure(1, f"could not be started: {error}")
         self._post(slot, "running" if slot.process else "failed")
 
     def _attend(self, slot: _Slot) -> None:
@@ -269,13 +269,7 @@ class _Training:
         slot.kill()
         is_over, max_restarts = self._poll(), self._options.max_restarts
         self._has_left(slot)
-        slot.death = Failure(
-            rank=slot.rank,
-            attempt=slot.attempt,
-            exitcode=exitcode,
-            time_s=time.time(),
-            text=slot.killed_for,
-        )
+        slot.death = slot.failure(exitcode, slot.killed_for)
         end = f"{'was' if exitcode < 0 else 'ended'} {describe_exit(exitcode)}"
         announce_loss(self._board, Loss(slot.name, end))
         is_replaced = slot.attempt < max_restarts and not is_over
@@ -302,7 +296,7 @@ class _Training:
         lost = self._machines.lost() if self._machines and self._machine_rank == 0 else {}
         for machine_rank in lost.keys() - self._lost:
             self._lost.add(machine_rank)
-            for rank in range(self._size)[machine_rank * self._local_size :][: self._local_size]:
+            for rank in self._ranks(machine_rank):
                 record = self._read(rank)
                 if record["state"] not in _ENDED:
                     self._board.post(f"slot/{rank}", json.dumps({**record, "state": "failed"}))
@@ -326,6 +320,9 @@ class _Training:
             others = {rank for rank in others - self._lost if self._board.read(f"launcher/{rank}") is None}
             time.sleep(self._options.monitor_interval)
         return succeeded
+
+    def _ranks(self, machine_rank: int) -> range:
+        return range(machine_rank * self._local_size, (machine_rank + 1) * self._local_size)
 
     def _post(self, slot: _Slot, state: str) -> None:
         slot.state = state
@@ -359,33 +356,3 @@ def listen(silence: Silence, beat: str | None, elapsed_s: float) -> Silence:
     if beat is None or beat != silence.beat:
         return Silence(beat)
     return Silence(beat, silence.seconds + min(elapsed_s, 2 * _LISTEN_S))
-
-
-class _SlotLogs(LogsSpecs):
-    """The files of a slot, in the folders that torchrun uses: ``attempt_<number>/<local rank>``."""
-
-    def __init__(self, folder: str, local_rank: int, options: Any, local_size: int) -> None:
-        super().__init__(folder)
-        self._folder, self._local_rank = folder, local_rank
-        self._redirected, self._shown = (
-            to_map(Std.from_str(text), local_size)[local_rank] for text in (options.redirects, options.tee)
-        )
-
-    @property
-    def root_log_dir(self) -> str:
-        return self._folder
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        attempt = envs[0]["TORCHELASTIC_RESTART_COUNT"]
-        folder = os.path.join(self._folder, f"attempt_{attempt}", str(self._local_rank))
-        os.makedirs(folder)
-        error, out, err = (os.path.join(folder, name) for name in ("error.json", "stdout.log", "stderr.log"))
-        envs[0]["TORCHELASTIC_ERROR_FILE"] = error
-        written = self._redirected | self._shown
-        return LogsDest(
-            stdouts={0: out if written & Std.OUT else ""},
-            stderrs={0: err if written & Std.ERR else ""},
-            tee_stdouts={0: out} if self._shown & Std.OUT else {},
-            tee_stderrs={0: err} if self._shown & Std.ERR else {},
-            error_files={0: error},
-        )

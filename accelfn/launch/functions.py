@@ -407,7 +407,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
     """
     python = sys.executable
     plan = plan_torchrun(config, Script(python, (*RANK_COMMAND, str(folder))), Machine(python=python))
-    variables = {**dict(plan.env_changes), "ACCELFN_AGENT_DIR": str(folder)}
+    variables = {**dict(plan.env_changes), "ACCELFN_AGENT_OUTCOME": str(folder / "agent.json")}
     if prefix is not None:
         variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = prefix
     # For the agent itself; ranks read their number of threads from the job.

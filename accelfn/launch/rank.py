@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -286,10 +286,9 @@ def _pack_call(
     try:
         packed = _pack((fn, tuple(args), options))
     except _ProcessBoundError as error:
-        where = _find_reference(error.thing, fn, args)
         raise TypeError(
-            f"{caller}: {name} and its arguments can't be sent to fresh processes{where}: {error}. Create it "
-            "inside the function."
+            f"{caller}: {name} and its arguments can't be sent to fresh processes: {error}. Create it inside "
+            "the function."
         ) from None
     except Exception as error:
         if not has_cloudpickle and "<" in name:
@@ -304,11 +303,7 @@ def _pack_call(
 
 
 class _ProcessBoundError(TypeError):
-    """An object to send refers to the process group of this process through ``thing``."""
-
-    def __init__(self, thing: object) -> None:
-        super().__init__(f"its {type(thing).__name__} is bound to this process")
-        self.thing = thing
+    """An object to send refers to the process group of this process."""
 
 
 def _refusing(pickler: ModuleType) -> Any:
@@ -321,28 +316,13 @@ def _refusing(pickler: ModuleType) -> Any:
                 (base.__module__, base.__name__) == ("accelfn.accelerator.accelerator", "Accelerator")
                 for base in type(obj).__mro__
             ):
-                raise _ProcessBoundError(obj)
+                raise _ProcessBoundError(f"its {type(obj).__name__} is bound to this process")
             if isinstance(obj, CodeType):  # recent cloudpickle drops the file name
                 return marshal.loads, (marshal.dumps(obj),)
             override = getattr(super(), "reducer_override", None)
             return NotImplemented if override is None else override(obj)
 
     return SimpleNamespace(Pickler=Pickler, __name__=pickler.__name__)
-
-
-def _find_reference(thing: object, fn: object, args: Sequence[Any]) -> str:
-    """Describe how a function refers to a thing: by an argument, a global or a closure variable; else ""."""
-    position = next((position for position, arg in enumerate(args) if arg is thing), None)
-    if position is not None:
-        return f" because of argument {position}"
-    if not isinstance(fn, FunctionType):
-        return ""
-    variables = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            variables[name] = cell.cell_contents
-    name = next((name for name, value in variables.items() if value is thing), None)
-    return "" if name is None else f" because of {name!r}"
 
 
 def name_of(fn: object) -> str:

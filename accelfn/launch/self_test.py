@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import (
@@ -161,33 +161,15 @@ def _own_parser() -> CommandParser:
 
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that the ranks have too."""
-    flags: dict[str, dict[str, Any]] = {
-        "--only": {
-            "metavar": "CHECK",
-            "action": "append",
-            "default": [],
-            "choices": CHECK_NAMES,
-            "help": "run only this check; repeatable",
-        },
-        "--folder": {
-            "metavar": "DIR",
-            "default": "",
-            "help": "directory for checkpoints, shared by all nodes",
-        },
-        "--timeout": {
-            "metavar": "S",
-            "type": float,
-            "default": 120.0,
-            "help": "seconds for which ranks wait for each other (120)",
-        },
-        "--fault": {
-            "choices": FAULTS,
-            "default": "",
-            "help": "inject a fault on the last rank, to see that it is detected",
-        },
-    }
-    for flag, settings in flags.items():
-        parser.add_argument(flag, **settings)
+    only = "run only this check; repeatable"
+    wait = "seconds for which ranks wait for each other (120)"
+    fault = "inject a fault on the last rank, to see that it is detected"
+    parser.add_argument(
+        "--only", metavar="CHECK", action="append", default=[], choices=CHECK_NAMES, help=only
+    )
+    parser.add_argument("--folder", metavar="DIR", default="", help="for checkpoints; shared by all nodes")
+    parser.add_argument("--timeout", metavar="S", type=float, default=120.0, help=wait)
+    parser.add_argument("--fault", choices=FAULTS, default="", help=fault)
 
 
 def make_parser() -> CommandParser:

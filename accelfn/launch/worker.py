@@ -12,6 +12,7 @@ import sys
 import time
 from types import CodeType, ModuleType, TracebackType
 
+_Frame = tuple[str, int, str, str]
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
 _THREADS_END_S = 0.05
@@ -161,16 +162,10 @@ def _print_exception(error: BaseException, trace: TracebackType | None) -> None:
 
 def _print_interrupt(stop: KeyboardInterrupt) -> None:
     """Print in one line where the script was interrupted, since every rank does so."""
-    import traceback
-
-    frames = [(frame, line) for frame, line in traceback.walk_tb(_strip(stop.__traceback__))]
-    users = [(frame, line) for frame, line in frames if _is_users(frame.f_code.co_filename)] or frames
-    where = "".join(
-        f" at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in users[-1:]
-    )
+    frames, own = _read_frames(_strip(stop.__traceback__))
+    places = [f" at {path}:{line} in {function}" for path, line, function, _ in own or frames]
     rank = os.environ.get("RANK")
-    who = f"rank {rank}" if rank else "the script"
-    _print_line(f"{who} was interrupted{where}.")
+    _print_line(f"{f'rank {rank}' if rank else 'the script'} was interrupted{''.join(places[-1:])}.")
 
 
 def _print_line(line: str) -> None:
@@ -186,35 +181,39 @@ def _record(error: BaseException) -> bool:
     What the launcher reports of it stands beside what torch reads.
     """
     import json
-    import linecache
     import traceback
 
     trace = _strip(error.__traceback__)
-    frames: list[tuple[str, int, str, str]] = []
-    for frame, line in list(traceback.walk_tb(trace))[-_MAX_FRAMES:]:
-        path = frame.f_code.co_filename
-        frames.append((path, line, frame.f_code.co_name, linecache.getline(path, line).strip()[:200]))
-    own = [frame for frame in frames if _is_users(frame[0])]
+    frames, own = _read_frames(trace)
     if isinstance(error, SyntaxError) and error.filename:
         own.append((error.filename, error.lineno or 0, "", ""))
     text, status = "".join(traceback.format_exception_only(type(error), error)).strip(), 1
     if isinstance(error, SystemExit):  # the program has reported its error
         text, status = ("", error.code) if isinstance(error.code, int) else (str(error.code), 1)
         frames = own
-    now_s = time.time()
-    facts = {
-        "kind": _kind(error),
-        "text": text[:_MAX_TEXT],
-        "status": status & 0xFF,
-        "frames": own or frames,
-        "time_s": now_s,
+    time_s = time.time()
+    facts = {"kind": _kind(error), "text": text[:_MAX_TEXT], "status": status & 0xFF, "time_s": time_s}
+    more = {
+        "py_callstack": "".join(traceback.format_exception(type(error), error, trace)),
+        "timestamp": str(int(time_s)),
+        "accelfn": {**facts, "frames": own or frames},
     }
-    stack = "".join(traceback.format_exception(type(error), error, trace))
-    more = {"py_callstack": stack, "timestamp": str(int(now_s)), "accelfn": facts}
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         _write(path, json.dumps({"message": {"message": text, "extraInfo": more}}))
     return _is_first(repr((type(error).__name__, text, [frame[:2] for frame in own])))
+
+
+def _read_frames(trace: TracebackType | None) -> tuple[list[_Frame], list[_Frame]]:
+    """Return file, line, function and source of all frames, the innermost last, and of the user's."""
+    import linecache
+    import traceback
+
+    frames: list[_Frame] = []
+    for frame, line in list(traceback.walk_tb(trace))[-_MAX_FRAMES:]:
+        path = frame.f_code.co_filename
+        frames.append((path, line, frame.f_code.co_name, linecache.getline(path, line).strip()[:200]))
+    return frames, [frame for frame in frames if _is_users(frame[0])]
 
 
 def _is_first(key: str) -> bool:

@@ -163,9 +163,13 @@ def test_without_an_end_of_the_training_the_first_failure_counts(launch: Callabl
             "  ValueError: no such batch",
         ],
     )
-    logs = {path.relative_to(one.folder).parts[2:] for path in one.folder.glob("logs/none_*/*/*/*.log")}
-    kept = {("0", "stdout.log"), ("0", "stderr.log"), ("1", "stderr.log")}
-    assert logs == {(f"attempt_{attempt}", *parts) for parts in kept for attempt in (0, 1)}
+    assert lines[-1].startswith("  logs: logs/rank_1/none_")
+    assert lines[-1].endswith("/attempt_1")
+    logs = [path.relative_to(one.folder).parts for path in one.folder.glob("logs/*/none_*/*/0/*.log")]
+    kept = {("rank_0", "stdout.log"), ("rank_0", "stderr.log"), ("rank_1", "stderr.log")}
+    assert {(rank, attempt, name) for _, rank, _, attempt, _, name in logs} == {
+        (rank, f"attempt_{attempt}", name) for rank, name in kept for attempt in (0, 1)
+    }
 
 
 def test_processes_that_go_on_after_the_end_are_stopped(launch: Callable[..., Launch]) -> None:

@@ -15,8 +15,8 @@ FIRST = Failure(rank=1, exitcode=1, kind="ValueError", text="ValueError: no", fr
 ABOVE = "  logs: above; use --log_dir DIR --tee 3 to keep one per rank"
 
 
-def report(*failures: Failure, size: int | None = 4, log_dir: str | None = None) -> list[str]:
-    return format_report(failures, num_processes=size, log_dir=log_dir).splitlines()
+def report(*failures: Failure, size: int = 4, has_logs: bool = False) -> list[str]:
+    return format_report(failures, num_processes=size, has_logs=has_logs).splitlines()
 
 
 def test_those_that_were_stopped_have_not_failed_and_those_that_raised_have() -> None:
@@ -33,7 +33,7 @@ def test_those_that_were_stopped_have_not_failed_and_those_that_raised_have() ->
     ]
     # Which of several tracebacks counts is said by frames; one alone stands above.
     assert report(FIRST) == report(FIRST, stopped) == [*head, ABOVE]
-    assert report(FIRST, log_dir="logs") == [*head, "    f.py:0 in f", "  logs: logs"]
+    assert report(replace(FIRST, log_dir="logs"), has_logs=True) == [*head, "    f.py:0 in f", "  logs: logs"]
     assert report() == []
 
 
@@ -46,7 +46,7 @@ def test_ranks_that_were_asked_to_stop_have_not_failed() -> None:
 
 def test_long_errors_are_cut() -> None:
     failure = Failure(rank=0, exitcode=1, text="\n".join("abcdefghij"), frames=FRAMES)
-    lines = report(failure, size=None, log_dir="logs")
+    lines = report(failure, size=0, has_logs=True)
     assert {"  ... (5 more lines)", "    ... (4 frames)"} <= set(lines)
     assert len(lines) <= 14
 
@@ -80,6 +80,7 @@ def test_error_files_say_what_was_raised(seen: Any, facts: Any, exitcode: int, t
         error_file.write_text(json.dumps(written))
     (failure,) = read_failures(str(tmp_path), seen)
     assert (failure.rank, failure.exitcode, failure.host) == (0, exitcode, socket.gethostname())
+    assert failure.log_dir == str(tmp_path.parent)
     assert failure.frames == ((("f", 1, "g", ""),) if facts is RAISED else ())
 
 
