@@ -182,11 +182,13 @@ class _Agent:
 
     def _finish(self, status: int) -> int:
         """Stop remaining processes, exchange failures with the other machines, and report the first one."""
+        if self._outcome_file and os.getppid() != self._caller:  # nobody else removes its folder
+            shutil.rmtree(Path(self._outcome_file).parent, ignore_errors=True)
+            return status
         if self._outcome_file:
             exitcodes = {failure.rank: failure.exitcode for failure in self.failures}
-            outcome = json.dumps({"exitcodes": exitcodes, "error": self.error})
-            with contextlib.suppress(OSError):  # its launcher was killed
-                Path(self._outcome_file).write_text(outcome, encoding="utf-8")
+            outcome = {"exitcodes": exitcodes, "error": self.error}
+            Path(self._outcome_file).write_text(json.dumps(outcome), encoding="utf-8")
             return status
         if status == 0 and not self.stops and self.reason is None:
             if self.machines is not None:

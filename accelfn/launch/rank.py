@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import io
 import json
 import linecache
 import marshal
@@ -18,20 +17,18 @@ import shutil
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.context import Context, init_context, text_of
-from accelfn.errors import DistributedError, MissingExtraError, RemoteTraceback
-from accelfn.testing.part import STACK_SIGNAL, Outcome
+from accelfn.errors import DistributedError, MissingExtraError
+from accelfn.testing.part import STACK_SIGNAL, Outcome, pack, pack_error, unpack, unpack_outcome
 
 # Run by `python -c` in a rank. It sets search path and variables before the import of torch, which reads
 # OMP_NUM_THREADS.
@@ -177,7 +174,7 @@ def _exit_with(folder: Path, launcher: int, parent: int) -> None:
 
 def _read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any] | None]:
     try:
-        return _unpack((folder / "call").read_bytes(), None)
+        return unpack((folder / "call").read_bytes())
     except Exception as error:
         raise DistributedError(
             f"the function can't be loaded in a fresh process: {type(error).__name__}: {text_of(error)}. Its "
@@ -201,34 +198,26 @@ def write_report(
     Returns:
         The error that was written: ``error``, or a TypeError if the value can't be sent.
     """
-    content = b""
+    content, pickler = b"", _refusing(_find_pickler())
     if error is None:
         try:
-            content = _pack((value, None, ""))
+            content = pack((value, None, ""), pickler)
         except Exception as problem:  # noqa: BLE001 -- pickling may raise anything
             error = TypeError(
                 f"rank {rank} returned {type(value).__name__}, which can't be sent back: {text_of(problem)}. "
                 "Return numbers, strings, tensors, or containers of them."
             )
-    content = content if error is None else _pack_error(rank, error)
+    if error is not None:
+        sent = error
+        if not isinstance(error, Exception):  # those of a rank must not end the launcher
+            how = f"called sys.exit({error})" if isinstance(error, SystemExit) else f"raised {error!r}"
+            sent = DistributedError(f"rank {rank} {how}").with_traceback(error.__traceback__)
+        content = pack_error(rank, sent, pickler)
     with contextlib.suppress(OSError):  # the launcher may have removed the folder
         partial = folder / f"partial-{attempt}-{rank}"
         partial.write_bytes(content)
         os.replace(partial, folder / f"report-{attempt}-{rank}")
     return error
-
-
-def _pack_error(rank: int, error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    # SystemExit and KeyboardInterrupt of a rank must not end the launcher.
-    if isinstance(error, Exception):
-        with contextlib.suppress(Exception):
-            content = _pack((None, error, text))
-            _unpack(content, "cpu")  # some exceptions pickle but don't unpickle
-            return content
-    how = f"called sys.exit({text_of(error)})" if isinstance(error, SystemExit) else ""
-    how = how or f"raised {type(error).__name__}: {text_of(error)}".removesuffix(": ")
-    return _pack((None, DistributedError(f"rank {rank} {how}"), text))
 
 
 def reported_ranks(folder: Path, attempt: int | None = None) -> dict[int, int]:
@@ -246,31 +235,17 @@ def read_outcome(folder: Path, rank: int, attempt: int = 0) -> Outcome | None:
     if not path.exists():
         return None
     try:
-        value, error, text = _unpack(path.read_bytes(), "cpu")
+        return unpack_outcome(path.read_bytes(), "cpu")
     except Exception as problem:  # noqa: BLE001 -- unpickling may raise anything
-        value, text = None, ""
-        error = TypeError(
-            f"the result of rank {rank} can't be loaded in this process: {text_of(problem)}. Return numbers, "
-            "strings, tensors, or containers of them."
+        return Outcome(
+            error=TypeError(
+                f"the result of rank {rank} can't be loaded in this process: {text_of(problem)}. Return "
+                "numbers, strings, tensors, or containers of them."
+            )
         )
-    if text and error is not None:
-        error.__cause__ = RemoteTraceback(text)
-    return Outcome(value=value, error=error)
 
 
 # --- Serialization of functions, arguments and results --------------------------------------------
-
-
-def _pack(value: Any) -> bytes:
-    # torch.save, because pickle can't load float8 and unsigned tensors.
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=_refusing(_find_pickler()))
-    return buffer.getvalue()
-
-
-def _unpack(content: bytes, device: str | None) -> Any:
-    # Trusted: written by this launch into its own folder.
-    return torch.load(io.BytesIO(content), map_location=device, weights_only=False)
 
 
 def _pack_call(
@@ -284,7 +259,7 @@ def _pack_call(
         "of a module, and import it."
     )
     try:
-        packed = _pack((fn, tuple(args), options))
+        packed = pack((fn, tuple(args), options), _refusing(_find_pickler()))
     except _ProcessBoundError as error:
         raise TypeError(
             f"{caller}: {name} and its arguments can't be sent to fresh processes: {error}. Create it inside "

@@ -162,12 +162,13 @@ def _own_parser() -> CommandParser:
 def add_check_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that the ranks have too."""
     only = "run only this check; repeatable"
+    folder = "directory for checkpoints, shared by all nodes"
     wait = "seconds for which ranks wait for each other (120)"
     fault = "inject a fault on the last rank, to see that it is detected"
     parser.add_argument(
         "--only", metavar="CHECK", action="append", default=[], choices=CHECK_NAMES, help=only
     )
-    parser.add_argument("--folder", metavar="DIR", default="", help="for checkpoints; shared by all nodes")
+    parser.add_argument("--folder", metavar="DIR", default="", help=folder)
     parser.add_argument("--timeout", metavar="S", type=float, default=120.0, help=wait)
     parser.add_argument("--fault", choices=FAULTS, default="", help=fault)
 

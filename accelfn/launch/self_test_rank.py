@@ -125,7 +125,7 @@ def run_checks(
     trial: Trial,
     open_context: Callable[[], Context],
     checks: Mapping[str, Check],
-    on_result: Callable[[Result], None] = lambda result: None,
+    on_result: Callable[[Result], object],
 ) -> list[Result]:
     """Run checks in order on all ranks, and close the context.
 
@@ -203,13 +203,11 @@ def check_world(trial: Trial) -> str:
         "torch": torch.__version__,
         "guard": str(ctx.guard.mode),
     }
-    everyone = gather_object(ctx, [((ctx.world.node_rank, ctx.local_rank), ctx.rank, mine)])
-    ranks = [rank for _, rank, _ in everyone]
+    everyone = gather_object(ctx, [(ctx.rank, mine)])
+    ranks = [rank for rank, _ in everyone]
     demand(ranks == list(range(ctx.num_processes)), f"the ranks are {ranks}")
-    places = [place for place, *_ in everyone]
-    demand(len(set(places)) == ctx.num_processes, f"repeated (node, local rank): {places}")
     for name in mine:
-        ranks_by_value = {str(settings[name]): rank for _, rank, settings in everyone}
+        ranks_by_value = {str(settings[name]): rank for rank, settings in everyone}
         shown = ", ".join(f"{value!r} on rank {rank}" for value, rank in ranks_by_value.items())
         demand(len(ranks_by_value) == 1, f"the ranks differ in {name}: {shown}")
     return f"{ctx.device.type}, {ctx.mixed_precision}, {ctx.world.num_nodes} node(s)"
@@ -332,9 +330,7 @@ def check_resumed(trial: Trial) -> str:
             _, again = _loader(trial.ctx, 3)
             restore_loader(again, loader_state(loader))
             rest = _read(trial, ctx, again)
-            _, alone = _loader(Context(), 3)
-            is_same = head + rest == _read(Trial(Context()), Context(), alone)
-            demand(is_same, f"the ranks read {head}, then {rest}")
+            demand(sorted(head + rest) == list(range(_SAMPLES)), f"the ranks read {head}, then {rest}")
             return ""
     return "the epoch was too short"  # with many ranks
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
+import pickle
 import signal
 import time
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, Any
 
-from accelfn.context import Context, announce_end, publish
-from accelfn.errors import CollectiveTimeoutError, MissingRankError, RemoteRankError
+import torch
+
+from accelfn.context import Context, announce_end, publish, text_of
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    MissingRankError,
+    RemoteRankError,
+    RemoteTraceback,
+)
 from accelfn.testing.faults import RankDeath
 
 # Time for the other ranks to raise their own errors after one has failed, before they are killed.
@@ -49,6 +60,39 @@ def died(rank: int, exitcode: int | None) -> Outcome:
     if exitcode is not None and exitcode < 0:
         how = f"was killed by {signal.Signals(-exitcode).name}"
     return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
+
+
+def pack(value: Any, pickler: Any = pickle) -> bytes:
+    """Return what :func:`unpack` reads in another process. Not by pickle, which can't read float8 tensors."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickler, pickle_protocol=4)  # older ones write TimeoutError as OSError
+    return buffer.getvalue()
+
+
+def unpack(content: bytes, device: str | None = None) -> Any:
+    """Return a value that a process of this launch has packed, with tensors on their device or on another."""
+    return torch.load(io.BytesIO(content), map_location=device, weights_only=False)
+
+
+def pack_error(rank: int, error: BaseException, pickler: Any = pickle) -> bytes:
+    """Return an exception and its traceback, packed: as text if it can't be sent."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    with suppress(Exception):
+        content = pack((None, error, text), pickler)
+        unpack(content, "cpu")  # some exceptions pickle but don't unpickle
+        return content
+    plain = DistributedError(
+        f"rank {rank} raised {type(error).__name__}: {text_of(error)}".removesuffix(": ")
+    )
+    return pack((None, plain, text), pickler)
+
+
+def unpack_outcome(content: bytes, device: str | None = None) -> Outcome:
+    """Return the outcome of a rank, which packed its value, its exception or None, and its traceback."""
+    value, error, text = unpack(content, device)
+    if text and error is not None:
+        error.__cause__ = RemoteTraceback(text)
+    return Outcome(value=value, error=error)
 
 
 def collect(

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
-import io
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -20,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -30,13 +28,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
-from accelfn.context import Context, process_group_collectives, text_of
+from accelfn.context import Context, process_group_collectives
 from accelfn.context.rendezvous import serve_store
 from accelfn.errors import (
     CollectiveTimeoutError,
     DistributedError,
     NotAvailableError,
-    RemoteTraceback,
 )
 from accelfn.testing.faults import Fault, announcing, reach_without_schedule
 from accelfn.testing.part import (
@@ -45,8 +42,11 @@ from accelfn.testing.part import (
     collect,
     conclude,
     died,
+    pack,
+    pack_error,
     read_stacks,
     taking_part,
+    unpack_outcome,
 )
 from accelfn.testing.threads import memory_world
 
@@ -196,13 +196,10 @@ def _collect(
 
 def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     try:
-        value, error, text = _unpack(receiver.recv_bytes())
+        return unpack_outcome(receiver.recv_bytes())
     except (EOFError, OSError):  # OSError: closed in the middle of a message
         process.join(5.0)
         return died(rank, process.exitcode)
-    if text and error is not None:
-        error.__cause__ = RemoteTraceback(text)
-    return Outcome(value=value, error=error)
 
 
 def _timed_out(rank: int, stack: str) -> Outcome:
@@ -262,10 +259,10 @@ def _run_rank(
         ctx = configure(ctx)
         with taking_part(ctx):
             report = (fn(ctx), None, "")
-        message = _pack(report)
+        message = pack(report)
     except BaseException as error:  # noqa: BLE001 -- reported to the parent
         code = 1
-        message = _report(rank, error)
+        message = pack_error(rank, error)
     with contextlib.suppress(OSError):  # the parent may have closed the pipe
         sender.send_bytes(message)
         sender.close()
@@ -284,25 +281,3 @@ def _exit_with_parent() -> None:
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _pack(report: Any) -> bytes:
-    # Not by pickle, which can't read float8 and unsigned tensors back.
-    buffer = io.BytesIO()
-    torch.save(report, buffer, pickle_protocol=4)  # older ones write TimeoutError as OSError
-    return buffer.getvalue()
-
-
-def _unpack(message: bytes) -> Any:
-    return torch.load(io.BytesIO(message), weights_only=False)  # from a child of this process
-
-
-def _report(rank: int, error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        message = _pack((None, error, text))
-        _unpack(message)  # some exceptions pickle but don't unpickle
-    except Exception:  # noqa: BLE001 -- sent as text instead
-        plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {text_of(error)}")
-        return _pack((None, plain, text))
-    return message

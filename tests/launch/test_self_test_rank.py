@@ -115,7 +115,7 @@ def test_a_failure_on_one_rank_reaches_all() -> None:
         return ""
 
     def run(ctx: af.Context) -> tuple[Result, ...]:
-        return tuple(run_checks(Trial(ctx), lambda: ctx, {"one": fail_on_one}))
+        return tuple(run_checks(Trial(ctx), lambda: ctx, {"one": fail_on_one}, lambda _: None))
 
     (first,), (second,) = run_ranks(run, 2)
     assert (first.verdict, first.remark) == ("FAIL", "rank 1: AssertionError: only here")
