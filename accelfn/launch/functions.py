@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import operator
 import os
 import subprocess
@@ -24,28 +25,25 @@ from accelfn.context.config.checks import did_you_mean
 from accelfn.context.rendezvous import serve_store
 from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, MissingExtraError
 from accelfn.launch.config import LaunchConfig
-from accelfn.launch.function_ranks import (
+from accelfn.launch.machine import Machine, count_cores, crowding_notes
+from accelfn.launch.plan_commands import Script, plan_torchrun
+from accelfn.launch.rank import (
     RANK_COMMAND,
-    STACK_SIGNAL,
     name_of,
     read_outcome,
     reported_ranks,
     run_xla_rank,
+    world_variables,
     write_job,
 )
-from accelfn.launch.machine import Machine, count_cores, crowding_notes
-from accelfn.launch.plan_commands import Script, plan_torchrun
-from accelfn.testing.part import Outcome, conclude, died
+from accelfn.testing.part import Outcome, collect, conclude, died, read_stacks
 
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")
 
 T = TypeVar("T")
-# After the failure of a rank, time for the others to raise their own errors.
-_GRACE_S = 3.0
 # Time for processes to exit after SIGTERM. torch's agent uses half of it for its ranks.
 _STOP_S = 10.0
 _POLL_S = 0.02
-_STACK_S = 1.0
 
 
 def launch_processes(
@@ -103,9 +101,11 @@ def launch_processes(
     variables = dict(environment or {})
     if not all(isinstance(text, str) for text in (*variables, *variables.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{caller}: environment must map strings to strings, got {variables!r}.")
-    with _launch_folder() as folder:
-        write_job(folder, caller, fn, args, options, {**_threads(size), **variables})
-        return conclude(_run_local(caller, folder, size, timeout_s=timeout_s), "fresh processes")
+
+    def run(folder: Path) -> list[Outcome]:
+        return _run_local(caller, folder, size, timeout_s=timeout_s)
+
+    return _run(caller, fn, args, options, {**_threads(size), **variables}, run)
 
 
 def notebook_launcher(
@@ -186,9 +186,7 @@ def notebook_launcher(
         )
     precision = {"ACCELFN_MIXED_PRECISION": mixed_precision}
     if _is_tpu(os.environ):
-        with _launch_folder() as folder:
-            write_job(folder, caller, function, args, None, precision)
-            return conclude(_run_on_tpu(folder), "TPU")
+        return _run(caller, function, args, None, precision, _run_on_tpu, "TPU")
     if num_processes is None and torch.accelerator.device_count() == 0:
         raise ConfigurationError(
             "notebook_launcher: this machine has no accelerator, so num_processes is required. Pass "
@@ -196,31 +194,33 @@ def notebook_launcher(
         )
     size = torch.accelerator.device_count() if num_processes is None else num_processes
     size = _check_integer(caller, "num_processes", size, 1)
+    is_plain = (rdzv_backend, rdzv_endpoint, rdzv_id) == ("static", "", "none") and not rdzv_conf
+    is_pinned = num_nodes > 1 or port
+    config = LaunchConfig(
+        num_processes=size * num_nodes,
+        num_machines=num_nodes,
+        machine_rank=node_rank,
+        main_process_ip=master_addr if is_pinned else None,
+        main_process_port=port or None,
+        # None, because after a static rendezvous only the failed node would restart.
+        rdzv_backend=None if rdzv_backend == "static" else rdzv_backend,
+        rdzv_endpoint=rdzv_endpoint or None,
+        rdzv_id=rdzv_id,
+        rdzv_conf=",".join(f"{name}={value}" for name, value in (rdzv_conf or {}).items()) or None,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        shutdown_timeout=int(_STOP_S / 2),
+        tee="0" if log_line_prefix_template is None else "3",
+        no_python=True,
+    )
+
+    def run(folder: Path) -> list[Outcome]:
+        if num_nodes == 1 and not max_restarts and is_plain and log_line_prefix_template is None:
+            return _run_local(caller, folder, size, address=master_addr, port=port)
+        return _run_agent(caller, folder, config, log_line_prefix_template)
+
     where = "fresh processes of this node"
-    with _launch_folder() as folder:
-        write_job(folder, caller, function, args, None, {**_threads(size), **precision})
-        has_rendezvous = (rdzv_backend, rdzv_endpoint, rdzv_id) != ("static", "", "none") or bool(rdzv_conf)
-        if num_nodes == 1 and not max_restarts and not has_rendezvous and log_line_prefix_template is None:
-            return conclude(_run_local(caller, folder, size, address=master_addr, port=port), where)
-        is_pinned = num_nodes > 1 or port
-        config = LaunchConfig(
-            num_processes=size * num_nodes,
-            num_machines=num_nodes,
-            machine_rank=node_rank,
-            main_process_ip=master_addr if is_pinned else None,
-            main_process_port=port or None,
-            # None, because after a static rendezvous only the failed node would restart.
-            rdzv_backend=None if rdzv_backend == "static" else rdzv_backend,
-            rdzv_endpoint=rdzv_endpoint or None,
-            rdzv_id=rdzv_id,
-            rdzv_conf=",".join(f"{name}={value}" for name, value in (rdzv_conf or {}).items()) or None,
-            max_restarts=max_restarts,
-            monitor_interval=monitor_interval,
-            shutdown_timeout=int(_STOP_S / 2),
-            tee="0" if log_line_prefix_template is None else "3",
-            no_python=True,
-        )
-        return conclude(_run_agent(caller, folder, config, log_line_prefix_template), where)
+    return _run(caller, function, args, None, {**_threads(size), **precision}, run, where)
 
 
 def debug_launcher(function: Callable[..., T], args: Sequence[Any] = (), num_processes: int = 2) -> list[T]:
@@ -246,17 +246,20 @@ def debug_launcher(function: Callable[..., T], args: Sequence[Any] = (), num_pro
             it holds a context or an ``Accelerator``; or an argument of this function has the wrong type.
         ValueError: ``num_processes`` is less than 1.
     """
-    _check_call("debug_launcher", function, args)
-    size = _check_integer("debug_launcher", "num_processes", num_processes, 1)
+    caller = "debug_launcher"
+    _check_call(caller, function, args)
+    size = _check_integer(caller, "num_processes", num_processes, 1)
     variables = {
         **_threads(size),
         "ACCELFN_USE_CPU": "true",
         "ACCELFN_MIXED_PRECISION": "no",
         "ACCELFN_TORCH_DEVICE": "cpu",  # instead of the calling process's setting
     }
-    with _launch_folder() as folder:
-        write_job(folder, "debug_launcher", function, args, None, variables)
-        return conclude(_run_local("debug_launcher", folder, size), "fresh processes")
+
+    def run(folder: Path) -> list[Outcome]:
+        return _run_local(caller, folder, size)
+
+    return _run(caller, function, args, None, variables, run)
 
 
 def _check_call(caller: str, fn: object, args: object) -> None:
@@ -311,11 +314,20 @@ def _threads(num_processes: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores // num_processes))}
 
 
-@contextlib.contextmanager
-def _launch_folder() -> Generator[Path]:
+def _run(
+    caller: str,
+    fn: Callable[..., T],
+    args: Sequence[Any],
+    options: Mapping[str, Any] | None,
+    environment: Mapping[str, str],
+    run: Callable[[Path], list[Outcome]],
+    where: str = "fresh processes",
+) -> list[T]:
+    """Write the job of the ranks into a folder, run it, and return the results or raise."""
     # If this process is killed, the ranks remove it.
     with tempfile.TemporaryDirectory(prefix="accelfn-launch-", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+        write_job(Path(folder), caller, fn, args, options, environment)
+        return conclude(run(Path(folder)), where)
 
 
 def _run_local(
@@ -335,47 +347,32 @@ def _run_local(
         raise ConfigurationError(
             f"{caller}: can't use port {port} of {address}: {error}. Leave the port out to use any free port."
         ) from error
-    world = {
-        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(size)),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "TORCHELASTIC_RUN_ID": f"accelfn-{os.getpid()}",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_MAX_RESTARTS": "0",
-    }
     processes: list[subprocess.Popen[bytes]] = []
+
+    def poll(rank: int) -> Outcome | None:
+        code = processes[rank].poll()  # before reading the report, which a rank may write at its end
+        return read_outcome(folder, rank) or (None if code is None else died(rank, code))
+
+    def pause(waiting: Sequence[int], seconds: float) -> None:
+        time.sleep(min(seconds, _POLL_S))
+
     with _stopping(processes):
         for rank in range(size):
-            ranks = dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank))
-            processes.append(_start([sys.executable, *RANK_COMMAND, str(folder)], {**world, **ranks}))
-        outcomes: dict[int, Outcome] = {}
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        # Wait until each rank has reported or died; after a failure only for the grace time.
-        while len(outcomes) < size and (until is None or time.monotonic() < until):
-            for rank, process in enumerate(processes):
-                if rank in outcomes:
-                    continue
-                code = process.poll()  # before reading the report, which a rank may write at its end
-                outcome = read_outcome(folder, rank)
-                if outcome is None and code is None:
-                    continue
-                outcomes[rank] = outcome or died(rank, code or 0)
-                if outcomes[rank].error is not None:
-                    soon = time.monotonic() + _GRACE_S
-                    until = soon if until is None else min(until, soon)
-            time.sleep(_POLL_S)
+            run_id = f"accelfn-{os.getpid()}"
+            variables = world_variables(rank, size, 1, (address, store.port), run_id=run_id)
+            processes.append(_start([sys.executable, *RANK_COMMAND, str(folder)], variables))
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        outcomes = collect(size, poll, pause, deadline)
         late = [rank for rank in range(size) if rank not in outcomes]
         who = f"rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"
         advice = "" if timeout_s is None else f" Increase timeout_s={timeout_s:g} of {caller} if needed."
         for rank in late:
-            stack = _read_stack(folder, rank, processes[rank])
-            error = CollectiveTimeoutError(
-                f"{who} did not finish in time.{advice}"
-                + (f" Stack of rank {rank}:\n{stack}" if stack else "")
-            )
+            stack = ""
+            # A rank that has just been started has no file, nor a handler of the signal.
+            with contextlib.suppress(FileNotFoundError), open(folder / f"stack-{rank}", "rb") as file:
+                stack = read_stacks(processes[rank].pid, file)
+            shown = f" Stack of rank {rank}:\n{stack}" if stack else ""
+            error = CollectiveTimeoutError(f"{who} did not finish in time.{advice}{shown}")
             outcomes[rank] = Outcome(error=error, ended=False, stack=stack)
         return [outcomes[rank] for rank in range(size)]
 
@@ -403,20 +400,6 @@ def _stopping(processes: Sequence[subprocess.Popen[bytes]]) -> Generator[None]:
             process.wait()
 
 
-def _read_stack(folder: Path, rank: int, process: subprocess.Popen[bytes]) -> str:
-    """Return the stacks of all threads of a running rank."""
-    file = folder / f"stack-{rank}"
-    if not file.exists():  # the rank has not registered its handler yet
-        return ""
-    process.send_signal(STACK_SIGNAL)
-    until, size = time.monotonic() + _STACK_S, -1
-    while size != (size := file.stat().st_size) or not size:
-        if time.monotonic() > until:
-            break
-        time.sleep(0.05)
-    return file.read_text("utf-8", errors="replace")
-
-
 def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | None) -> list[Outcome]:
     """Run the job in ``folder`` with torch's elastic agent: for several nodes, restarts and output prefixes.
 
@@ -424,7 +407,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
     """
     python = sys.executable
     plan = plan_torchrun(config, Script(python, (*RANK_COMMAND, str(folder))), Machine(python=python))
-    variables = {**dict(plan.env_changes), "ACCELFN_AGENT_DIR": str(folder)}
+    variables = {**dict(plan.env_changes), "ACCELFN_AGENT_OUTCOME": str(folder / "agent.json")}
     if prefix is not None:
         variables["TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"] = prefix
     # For the agent itself; ranks read their number of threads from the job.
@@ -435,7 +418,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
     report: dict[str, Any] = {}
     with contextlib.suppress(FileNotFoundError):
         report = json.loads((folder / "agent.json").read_text("utf-8"))
-    if "error" in report or (code and not report):
+    if report.get("error") or (code and not report):
         reason = report.get("error", f"the agent ended with status {code}")
         where = config.rdzv_endpoint or f"{config.main_process_ip}:{config.main_process_port}"
         raise DistributedError(
@@ -443,7 +426,7 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
             f"(rendezvous at {where}): {reason}. Run the same cell on every node, with an address and port "
             "that all of them can reach."
         )
-    exitcodes: dict[int, int] = {failed["rank"]: failed["exitcode"] for failed in report.get("failures", ())}
+    exitcodes = {int(rank): exitcode for rank, exitcode in report.get("exitcodes", {}).items()}
     attempts = reported_ranks(folder)
     last = max(attempts.values(), default=0)
     # Without the ranks that the agent has stopped because of another one.

@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.cluster import read_mpi, read_step
 from accelfn.launch.command_line import CommandParser, Parsed, late_flags, launch_parser, parse_flags
-from accelfn.launch.config import is_active
+from accelfn.launch.config import LaunchConfig, is_active
 from accelfn.launch.config_file import ConfigFile, find_config_file, read_config
 from accelfn.launch.kinds import FILE
 from accelfn.launch.machine import read_machine
@@ -52,7 +53,7 @@ def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile
         return None
     file = read_config(path)
     for note in file.notes:
-        print(f"accelfn launch: {note}", file=sys.stderr)
+        _print(note)
     return file
 
 
@@ -82,11 +83,8 @@ def run(parsed: Parsed) -> int:
         raise ConfigurationError("no script given. Run: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
     for flag in late_flags(parsed):
-        print(
-            f"accelfn launch: {flag} follows the script, so the script gets it. For the launch, "
-            f"write it before {parsed.script}.",
-            file=sys.stderr,
-        )
+        before = f"For the launch, write it before {parsed.script}."
+        _print(f"{flag} follows the script, so the script gets it. {before}")
     config = resolved.config
     check_files(script, resolved)
     if config.compute_environment == "AMAZON_SAGEMAKER":
@@ -100,7 +98,7 @@ def run(parsed: Parsed) -> int:
             f"--use_deepspeed needs DeepSpeed, which isn't installed for {sys.executable}. Run: pip install "
             "'accelfn[deepspeed]'"
         )
-    return run_plan(plan, environment, log_dir=config.log_dir, quiet=config.quiet, script=script.name)
+    return run_plan(plan, environment, config, script)
 
 
 def _print_sagemaker(resolved: Resolved, script: Script, *, dry_run: bool) -> int:
@@ -154,7 +152,7 @@ def check_files(script: Script, resolved: Resolved) -> None:
         path: object = getattr(config, name)
         if option.kind is FILE and isinstance(path, str) and is_active(config, option):
             _check_option_file(option, path, resolved)
-    if config.log_dir is not None and os.path.exists(config.log_dir) and not os.path.isdir(config.log_dir):
+    if os.path.isfile(config.log_dir or ""):
         raise ConfigurationError(f"--log_dir {config.log_dir} is a file. Pass a directory.")
 
 
@@ -206,28 +204,22 @@ def _check_option_file(option: Option, name: str, resolved: Resolved) -> None:
 
 
 def run_plan(
-    plan: LaunchPlan,
-    environment: Mapping[str, str],
-    *,
-    log_dir: str | None = None,
-    quiet: bool = False,
-    script: str = "the script",
-) -> int:
+    plan: LaunchPlan, environment: Mapping[str, str], config: LaunchConfig, script: Script
+) -> NoReturn:
     """Execute a plan. Effect: replaces this process by the command; does not return.
 
     Args:
         plan: From ``plan_launch``.
         environment: Variables to inherit.
-        log_dir: Directory for torchrun's logs.
-        quiet: Print neither the start line on a terminal nor the failure report.
-        script: Name of the script, for the start line.
+        config: Whether to print nothing, and where torchrun's logs go.
+        script: For the line at the start.
 
     Raises:
         ConfigurationError: A port is in use, or a program is missing.
         MissingExtraError: torch_xla is missing.
     """
     for note in plan.notes:
-        print(f"accelfn launch: {note}", file=sys.stderr)
+        _print(note)
     if plan.way == "xla" and find_spec("torch_xla") is None:
         raise MissingExtraError(
             f"--tpu needs torch_xla, which isn't installed for {sys.executable}. Run: pip install "
@@ -235,12 +227,13 @@ def run_plan(
         )
     if shutil.which(plan.argv[0]) is None:
         raise ConfigurationError(f"no program {plan.argv[0]!r}. Check PATH.")
-    if log_dir is not None:
+    if config.log_dir is not None:
         try:
-            os.makedirs(log_dir, exist_ok=True)
+            os.makedirs(config.log_dir, exist_ok=True)
         except OSError as error:
+            where = f"--log_dir {config.log_dir}"
             raise ConfigurationError(
-                f"can't create --log_dir {log_dir}: {error.strerror}. Pass another directory."
+                f"can't create {where}: {error.strerror}. Pass another directory."
             ) from None
     # With a rendezvous of machines, another of them may hold the port; they compare themselves first.
     if plan.rendezvous is None and plan.hosts_port is not None and not is_port_free(plan.hosts_port):
@@ -248,17 +241,15 @@ def run_plan(
             f"port {plan.hosts_port} of this machine is in use by another program. Pass a free one as "
             "--main_process_port, or on one machine leave the flag out to use any free port."
         )
-    if not quiet and sys.stderr.isatty():
+    if not config.quiet and sys.stderr.isatty():
         # Importing torch may take seconds without any other output.
         several = f"{plan.local_size} processes of " if plan.local_size > 1 else ""
-        print(
-            f"accelfn launch: starting {several}{script}; importing torch may take a while.", file=sys.stderr
-        )
+        _print(f"starting {several}{script.name}; importing torch may take a while.")
     changes = dict(plan.env_changes)
     if plan.rendezvous is not None:
         compare = (*plan.rendezvous["compare"], *_versions())
         changes["ACCELFN_AGENT_RENDEZVOUS"] = json.dumps({**plan.rendezvous, "compare": compare})
-    if quiet:
+    if config.quiet:
         changes["ACCELFN_AGENT_QUIET"] = "1"
     if plan.fills_port is not None:
         changes[plan.fills_port] = str(_free_port())
@@ -294,3 +285,7 @@ def _free_port() -> int:
         probe.bind((LOOPBACK, 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _print(note: str) -> None:
+    print(f"accelfn launch: {note}", file=sys.stderr)

@@ -18,9 +18,9 @@ LOOPBACK = "127.0.0.1"
 #: torch's default, so that firewalls need no new rule.
 PORT = 29500
 #: Runs torchrun, and reports failures. Started by its path, because importing this package would add 0.1 s.
-AGENT = str(Path(__file__).parent / "run" / "agent.py")
+AGENT = str(Path(__file__).with_name("agent.py"))
 #: Runs a Python script, and records its exception.
-WORKER = str(Path(__file__).parent / "run" / "worker.py")
+WORKER = str(Path(__file__).with_name("worker.py"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ def plan_xla(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPl
     return LaunchPlan(
         way="xla",
         argv=(
-            *(machine.python, "-m", "accelfn.launch.run.xla", config.main_training_function),
+            *(machine.python, "-m", "accelfn.launch.xla", config.main_training_function),
             *(str(config.num_processes), "module" if config.module else "script", script.name, *script.args),
         ),
         env_changes=(("ACCELFN_TORCH_DEVICE", "xla"), *((("XLA_DOWNCAST_BF16", "1"),) if downcasts else ())),

@@ -42,9 +42,6 @@ CHECK_NAMES = (
     "checkpoint round trip",
 )
 
-#: Prefix of the row of a rank that could not join its world.
-JOINING = "joining"
-
 #: Faults to inject on the last rank, to see that they are detected.
 FAULTS = ("settings", "value", "seed", "data", "model", "hang", "death")
 
@@ -74,30 +71,31 @@ def run(options: argparse.Namespace) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as folder:
         report = Path(folder) / "results"
-        command = self_test_command(options, options.launch_flags, str(report))
-        status, stop = _run(command)
+        status, stop = _launch(self_test_command(options, options.launch_flags, str(report)))
         results = read_results(report)
-        names = [name for name in CHECK_NAMES if name in options.only] if options.only else CHECK_NAMES
-        results = add_missing(results, names) if results or status not in (0, 2) else ()
-        failed = status != 0 or any(result.verdict != "pass" for result in results)
-        if options.json:
-            rows = [result._asdict() for result in results]
-            print(json.dumps({"passed": not failed, "status": status, "checks": rows}, indent=2))
-        elif results:
-            print_results(results, "accelfn test")
     if status == 2 and not results:
         return 2  # the launch has printed the error
-    if status != 0 and not options.json:
+    missing = [
+        name for name in options.only or CHECK_NAMES if name not in {result.name for result in results}
+    ]
+    results += [Result(name, "not run", 0.0, "the ranks ended before this check") for name in missing]
+    failed = status != 0 or any(result.verdict != "pass" for result in results)
+    if options.json:
+        rows = [result._asdict() for result in results]
+        print(json.dumps({"passed": not failed, "status": status, "checks": rows}, indent=2))
+    else:
+        print_results(results, "accelfn test")
         sys.stdout.flush()
-        print(f"accelfn test: the launch ended with status {status}.", file=sys.stderr)
-    return int(failed) if stop is None else 128 + stop
+        if status != 0:
+            print(f"accelfn test: the launch ended with status {status}.", file=sys.stderr)
+    return 128 + stop if stop else int(failed)
 
 
-def _run(command: Sequence[str]) -> tuple[int, int | None]:
+def _launch(command: Sequence[str]) -> tuple[int, int]:
     """Run the launch until it ends, since only the launch can stop its ranks.
 
     Returns:
-        Its exit status, and the first signal that was forwarded to it.
+        Its exit status, and the signal that was forwarded to it or 0.
     """
     # In a new session, so that Ctrl-C reaches it only through the handler below. Warnings of torch's C++ code
     # would repeat the table.
@@ -107,23 +105,17 @@ def _run(command: Sequence[str]) -> tuple[int, int | None]:
         start_new_session=True,
         preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
-    caught: list[int] = []
+    caught = [0]
 
     def forward(number: int, _: FrameType | None) -> None:
         caught.append(number)
         process.send_signal(number)
 
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    previous = {
-        number: signal.signal(number, forward)
-        for number in numbers
-        if signal.getsignal(number) is not signal.SIG_IGN  # ignored under nohup
-    }
-    try:
-        return process.wait(), caught[0] if caught else None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number and signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, forward)
+    return process.wait(), caught[-1]
 
 
 def _end_with_parent() -> None:
@@ -162,32 +154,23 @@ def _own_parser() -> CommandParser:
         epilog=f"All other flags are those of accelfn launch, such as --cpu --num_processes 2. {FLAG_NOTE}",
     )
     parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
-    parser.add_argument(
-        "--only",
-        metavar="CHECK",
-        action="append",
-        default=[],
-        choices=CHECK_NAMES,
-        help="run only this check; repeatable",
-    )
-    parser.add_argument(
-        "--folder", metavar="DIR", default="", help="directory for checkpoints, shared by all nodes"
-    )
-    parser.add_argument(
-        "--timeout",
-        metavar="S",
-        type=float,
-        default=120.0,
-        help="seconds for which ranks wait for each other (120)",
-    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    parser.add_argument(
-        "--fault",
-        choices=FAULTS,
-        default="",
-        help="inject a fault on the last rank, to see that it is detected",
-    )
+    add_check_flags(parser)
     return parser
+
+
+def add_check_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that the ranks have too."""
+    only = "run only this check; repeatable"
+    folder = "directory for checkpoints, shared by all nodes"
+    wait = "seconds for which ranks wait for each other (120)"
+    fault = "inject a fault on the last rank, to see that it is detected"
+    parser.add_argument(
+        "--only", metavar="CHECK", action="append", default=[], choices=CHECK_NAMES, help=only
+    )
+    parser.add_argument("--folder", metavar="DIR", default="", help=folder)
+    parser.add_argument("--timeout", metavar="S", type=float, default=120.0, help=wait)
+    parser.add_argument("--fault", choices=FAULTS, default="", help=fault)
 
 
 def make_parser() -> CommandParser:
@@ -220,51 +203,27 @@ def write_result(path: Path, result: Result) -> None:
         file.write(json.dumps(result) + "\n")
 
 
-def read_results(path: Path) -> tuple[Result, ...]:
+def read_results(path: Path) -> list[Result]:
     """Read the results in a file, the last one of each check. The file may be missing."""
-    if not path.exists():
-        return ()
-    rows = [Result(*json.loads(line)) for line in path.read_text("utf-8").splitlines()]
-    return tuple({row.name: row for row in rows}.values())
-
-
-def add_missing(results: Sequence[Result], names: Sequence[str]) -> tuple[Result, ...]:
-    """Add a ``"not run"`` result for each missing check. Pure.
-
-    >>> results = add_missing([Result("mesh", "pass", 0.0, "")], ["mesh", "collectives"])
-    >>> results[1].verdict, results[1].name
-    ('not run', 'collectives')
-    """
-    present = {result.name for result in results}
-    missing = [name for name in names if name not in present]
-    return (
-        *results,
-        *(Result(name, "not run", 0.0, "the ranks ended before this check") for name in missing),
-    )
+    lines = path.read_text("utf-8").splitlines() if path.exists() else []
+    return [*{row.name: row for row in (Result(*json.loads(line)) for line in lines)}.values()]
 
 
 def print_results(results: Sequence[Result], title: str) -> None:
     """Print a table of results, and the errors below it."""
-    failed = [result for result in results if result.verdict != "pass"]
-    total_s = sum(result.seconds for result in results)
-    verdict = f"{len(results) - len(failed)} of {len(results)} checks passed in {total_s:.1f} s"
     width = max([len(result.name) for result in results], default=0)
     print(title)
-    for result in results:
-        # Errors are printed below.
-        remark = result.remark if result.verdict == "pass" else ""
-        line = f"  {result.verdict:<7}  {result.name:<{width}}  {result.seconds:6.2f} s  {remark}"
-        print(line.rstrip())
-    print(verdict)
-    by_remark: dict[str, list[str]] = {}
-    for result in failed:
-        by_remark.setdefault(result.remark, []).append(result.name)
+    by_remark: dict[str, list[str]] = {}  # of those that failed, printed below
+    for name, verdict, seconds, remark in results:
+        if verdict != "pass":
+            by_remark.setdefault(remark, []).append(name)
+            remark = ""
+        print(f"  {verdict:<7}  {name:<{width}}  {seconds:6.2f} s  {remark}".rstrip())
+    passed = sum(result.verdict == "pass" for result in results)
+    total_s = sum(result.seconds for result in results)
+    print(f"{passed} of {len(results)} checks passed in {total_s:.1f} s")
     for remark, names in by_remark.items():
         shown = names if len(names) < 5 else [*names[:3], f"and {len(names) - 3} more"]
         print(f"\n{', '.join(shown)}:")
-        print(_wrapped(remark))
-
-
-def _wrapped(message: str) -> str:
-    lines = [textwrap.wrap(line, _WIDTH - 2) or [""] for line in message.splitlines()]
-    return textwrap.indent("\n".join(part for line in lines for part in line), "  ")
+        for line in remark.splitlines():
+            print(textwrap.fill(line, _WIDTH, initial_indent="  ", subsequent_indent="  "))

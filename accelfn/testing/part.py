@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import io
+import math
+import os
+import pickle
 import signal
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+import time
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
-from accelfn.context import Context, announce_end, publish
-from accelfn.errors import CollectiveTimeoutError, MissingRankError, RemoteRankError
+import torch
+
+from accelfn.context import Context, announce_end, publish, text_of
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    MissingRankError,
+    RemoteRankError,
+    RemoteTraceback,
+)
 from accelfn.testing.faults import RankDeath
+
+# Time for the other ranks to raise their own errors after one has failed, before they are killed.
+_GRACE_S = 3.0
+_STACKS_S = 1.0
+#: Makes a rank write its stacks, even from C code that never returns; functions are unlikely to use it.
+STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +60,81 @@ def died(rank: int, exitcode: int | None) -> Outcome:
     if exitcode is not None and exitcode < 0:
         how = f"was killed by {signal.Signals(-exitcode).name}"
     return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
+
+
+def pack(value: Any, pickler: Any = pickle) -> bytes:
+    """Return what :func:`unpack` reads in another process. Not by pickle, which can't read float8 tensors."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickler, pickle_protocol=4)  # older ones write TimeoutError as OSError
+    return buffer.getvalue()
+
+
+def unpack(content: bytes, device: str | None = None) -> Any:
+    """Return a value that a process of this launch has packed, with tensors on their device or on another."""
+    return torch.load(io.BytesIO(content), map_location=device, weights_only=False)
+
+
+def pack_error(rank: int, error: BaseException, pickler: Any = pickle) -> bytes:
+    """Return an exception and its traceback, packed: as text if it can't be sent."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    with suppress(Exception):
+        content = pack((None, error, text), pickler)
+        unpack(content, "cpu")  # some exceptions pickle but don't unpickle
+        return content
+    plain = DistributedError(
+        f"rank {rank} raised {type(error).__name__}: {text_of(error)}".removesuffix(": ")
+    )
+    return pack((None, plain, text), pickler)
+
+
+def unpack_outcome(content: bytes, device: str | None = None) -> Outcome:
+    """Return the outcome of a rank, which packed its value, its exception or None, and its traceback."""
+    value, error, text = unpack(content, device)
+    if text and error is not None:
+        error.__cause__ = RemoteTraceback(text)
+    return Outcome(value=value, error=error)
+
+
+def collect(
+    size: int,
+    poll: Callable[[int], Outcome | None],
+    pause: Callable[[Sequence[int], float], object],
+    deadline: float = math.inf,
+) -> dict[int, Outcome]:
+    """Return the outcomes by rank, when each has one or after a deadline: after a failure, a few seconds.
+
+    Args:
+        size: Number of ranks.
+        poll: Returns the outcome of a rank; None while it runs.
+        pause: Waits for any of some ranks, for at most some seconds.
+        deadline: Of ``time.monotonic()``.
+    """
+    outcomes: dict[int, Outcome] = {}
+    while waiting := [rank for rank in range(size) if rank not in outcomes]:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            break
+        pause(waiting, left_s)
+        for rank in waiting:
+            outcome = poll(rank)
+            if outcome is not None:
+                outcomes[rank] = outcome
+                if outcome.error is not None:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return outcomes
+
+
+def read_stacks(pid: int, file: IO[bytes]) -> str:
+    """Return the stacks of all threads of a process, which writes them to a file at ``STACK_SIGNAL``."""
+    with suppress(OSError, ValueError):  # it has just ended
+        os.kill(pid, STACK_SIGNAL)
+        until, said = time.monotonic() + _STACKS_S, -1
+        while said != (said := os.fstat(file.fileno()).st_size) or not said:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        return os.pread(file.fileno(), 1 << 16, 0).decode(errors="replace")
+    return ""
 
 
 def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:

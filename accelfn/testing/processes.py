@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import gc
-import io
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -29,29 +28,34 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
-from accelfn.context import Context, process_group_collectives, text_of
+from accelfn.context import Context, process_group_collectives
 from accelfn.context.rendezvous import serve_store
 from accelfn.errors import (
     CollectiveTimeoutError,
     DistributedError,
     NotAvailableError,
-    RemoteTraceback,
 )
 from accelfn.testing.faults import Fault, announcing, reach_without_schedule
-from accelfn.testing.part import Outcome, conclude, died, taking_part
+from accelfn.testing.part import (
+    STACK_SIGNAL,
+    Outcome,
+    collect,
+    conclude,
+    died,
+    pack,
+    pack_error,
+    read_stacks,
+    taking_part,
+    unpack_outcome,
+)
 from accelfn.testing.threads import memory_world
 
 T = TypeVar("T")
 Connection = Any  # multiprocessing's connections are generic in stubs only
 
-# Time for the other ranks to raise their own errors after one has failed, before they are killed.
-_GRACE_S = 3.0
 # Interval of checks that ranks are alive: children of a killed rank, such as loader workers, keep its pipe
 # open.
 _POLL_S = 0.2
-# Makes a rank write its stacks, even from C code that never returns; code under test is unlikely to use it.
-_DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
-_DUMP_TIMEOUT_S = 1.0
 # Time for new processes to compute and to connect, which takes milliseconds: for each attempt.
 _START_TIMEOUTS_S = (1.0, 2.0, 4.0, 8.0, 16.0)
 
@@ -95,7 +99,10 @@ def run_on_processes(
                 'process hold locks of libraries. Let them end before, or use run_ranks(on="memory").'
             )
         outcomes = _collect(
-            processes, receivers, stack_files, None if timeout_s is None else time.monotonic() + seconds + 5.0
+            processes,
+            receivers,
+            stack_files,
+            math.inf if timeout_s is None else time.monotonic() + seconds + 5.0,
         )
     finally:
         _end(processes, receivers)
@@ -169,48 +176,30 @@ def _collect(
     processes: Sequence[Any],
     receivers: Sequence[Connection],
     stack_files: Sequence[IO[bytes]],
-    deadline: float | None,
+    deadline: float,
 ) -> list[Outcome]:
-    """Wait until each rank has reported or died; after a failure for at most ``_GRACE_S``."""
-    outcomes: dict[int, Outcome] = {}
-    while len(outcomes) < len(processes):
-        waiting = [rank for rank in range(len(processes)) if rank not in outcomes]
-        left_s = None if deadline is None else deadline - time.monotonic()
-        if left_s is not None and left_s <= 0:
-            break
-        ready = multiprocessing.connection.wait(
-            [receivers[rank] for rank in waiting], _POLL_S if left_s is None else min(left_s, _POLL_S)
-        )
-        for rank in waiting:
-            if receivers[rank] in ready:
-                outcomes[rank] = _receive(rank, processes[rank], receivers[rank])
-            elif processes[rank].exitcode is not None:
-                # It has exited, so its report is complete if there is one.
-                outcomes[rank] = (
-                    _receive(rank, processes[rank], receivers[rank])
-                    if receivers[rank].poll()
-                    else died(rank, processes[rank].exitcode)
-                )
-            else:
-                continue
-            if outcomes[rank].error is not None:
-                grace_end = time.monotonic() + _GRACE_S
-                deadline = grace_end if deadline is None else min(deadline, grace_end)
+    def poll(rank: int) -> Outcome | None:
+        code = processes[rank].exitcode  # first, so that a report of one that has exited is complete
+        if receivers[rank].poll():
+            return _receive(rank, processes[rank], receivers[rank])
+        return None if code is None else died(rank, code)
+
+    def pause(waiting: Sequence[int], seconds: float) -> None:
+        multiprocessing.connection.wait([receivers[rank] for rank in waiting], min(seconds, _POLL_S))
+
+    outcomes = collect(len(processes), poll, pause, deadline)
     return [
-        outcomes.get(rank) or _timed_out(rank, _dump_stacks(processes[rank], stack_files[rank]))
-        for rank in range(len(processes))
+        outcomes.get(rank) or _timed_out(rank, read_stacks(process.pid, stack_files[rank]))
+        for rank, process in enumerate(processes)
     ]
 
 
 def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     try:
-        value, error, text = _unpack(receiver.recv_bytes())
+        return unpack_outcome(receiver.recv_bytes())
     except (EOFError, OSError):  # OSError: closed in the middle of a message
         process.join(5.0)
         return died(rank, process.exitcode)
-    if text and error is not None:
-        error.__cause__ = RemoteTraceback(text)
-    return Outcome(value=value, error=error)
 
 
 def _timed_out(rank: int, stack: str) -> Outcome:
@@ -219,19 +208,6 @@ def _timed_out(rank: int, stack: str) -> Outcome:
         "what it waits for." + (f" Its stacks:\n{stack}" if stack else "")
     )
     return Outcome(error=error, ended=False, stack=stack)
-
-
-def _dump_stacks(process: Any, stack_file: IO[bytes]) -> str:
-    """Return the stacks of all threads of a rank that does not end."""
-    with contextlib.suppress(OSError, ValueError):  # it has just ended
-        os.kill(process.pid, _DUMP_SIGNAL)
-        until, said = time.monotonic() + _DUMP_TIMEOUT_S, -1
-        while said != (said := os.fstat(stack_file.fileno()).st_size) or not said:
-            if time.monotonic() > until:
-                break
-            time.sleep(0.05)
-        return os.pread(stack_file.fileno(), 1 << 16, 0).decode(errors="replace")
-    return ""
 
 
 def _run_rank(
@@ -251,7 +227,7 @@ def _run_rank(
     gc.freeze()
     gc.enable()
     os.setpgid(0, 0)  # so that its children can be killed with it; Ctrl-C reaches the parent, which kills all
-    faulthandler.register(_DUMP_SIGNAL, file=stack_file, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
     threading.Thread(target=_exit_with_parent, name="exit with parent", daemon=True).start()
     torch.set_num_threads(1)
     torch.nn.functional.linear(*(torch.ones(shape, device="cpu") for shape in ((8, 8), (16, 8), (16,))))
@@ -283,10 +259,10 @@ def _run_rank(
         ctx = configure(ctx)
         with taking_part(ctx):
             report = (fn(ctx), None, "")
-        message = _pack(report)
+        message = pack(report)
     except BaseException as error:  # noqa: BLE001 -- reported to the parent
         code = 1
-        message = _report(rank, error)
+        message = pack_error(rank, error)
     with contextlib.suppress(OSError):  # the parent may have closed the pipe
         sender.send_bytes(message)
         sender.close()
@@ -305,25 +281,3 @@ def _exit_with_parent() -> None:
 
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _pack(report: Any) -> bytes:
-    # Not by pickle, which can't read float8 and unsigned tensors back.
-    buffer = io.BytesIO()
-    torch.save(report, buffer, pickle_protocol=4)  # older ones write TimeoutError as OSError
-    return buffer.getvalue()
-
-
-def _unpack(message: bytes) -> Any:
-    return torch.load(io.BytesIO(message), weights_only=False)  # from a child of this process
-
-
-def _report(rank: int, error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        message = _pack((None, error, text))
-        _unpack(message)  # some exceptions pickle but don't unpickle
-    except Exception:  # noqa: BLE001 -- sent as text instead
-        plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {text_of(error)}")
-        return _pack((None, plain, text))
-    return message

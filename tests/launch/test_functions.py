@@ -229,8 +229,6 @@ def test_a_context_of_this_process_is_not_sent(make: Any, how: str) -> None:
     with pytest.raises(TypeError, match=f"can't be sent.*its {name} is bound to this process") as caught:
         af.launch_processes(fn, 1, args)
     assert "Create it inside the function" in str(caught.value)
-    where = {"closure": "because of 'thing'", "argument": "argument 0"}
-    assert where.get(how, "") in str(caught.value)
     if make is af.Accelerator:
         thing.close()
 
@@ -240,7 +238,7 @@ def test_without_cloudpickle_only_functions_of_modules_are_sent(monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[notebook\]'"):
         af.launch_processes(lambda _: None, 1)
-    with pytest.raises(TypeError, match="because of argument 0: its Context is bound to this process"):
+    with pytest.raises(TypeError, match="its Context is bound to this process"):
         af.launch_processes(at_the_top_of_a_module, 1, (af.Context(),))
     of_the_notebook = SimpleNamespace(train=None)
     exec("def train(ctx): return 1", of_the_notebook.__dict__)

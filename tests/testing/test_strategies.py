@@ -58,7 +58,7 @@ def test_odd_tensors_of_every_dtype_can_be_drawn() -> None:
 
 
 def test_every_container_can_be_drawn_and_ranks_differ_in_values_and_in_the_order_of_dicts() -> None:
-    found = drawn(rank_trees(2), 160)
+    found = drawn(rank_trees(2), 400)  # what is drawn depends on the modules that are loaded, too
     kinds = {"dict", "list", "tuple", "Pair", "OrderedDict", "defaultdict", "deque", "Sample", "NoneType"}
     assert {type(first).__name__ for first, _ in found} == {*kinds, "Tensor"}
     assert any(str(first) != str(second) for first, second in found)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch import LaunchPlan
+from accelfn.launch import LaunchConfig, LaunchPlan, Script
 from accelfn.launch.cluster import expand_hosts, read_mpi, read_step
 from accelfn.launch.launch import run_plan
 from tests.launch.plan.plans import plan_of
@@ -26,7 +26,7 @@ def test_torchrun_options_select_torchrun_and_are_refused_elsewhere(flag: str) -
 
 def test_what_cannot_be_started_is_refused_by_name() -> None:
     with pytest.raises(MissingExtraError, match=r"--tpu needs torch_xla, .*'torch_xla\[tpu\]'"):
-        run_plan(plan_of("--tpu train.py"), {})
+        run_plan(plan_of("--tpu train.py"), {}, LaunchConfig(), Script("train.py"))
     with pytest.raises(ConfigurationError, match=r"AMAZON_SAGEMAKER. Call plan_sagemaker"):
         plan_of("--compute_environment=AMAZON_SAGEMAKER t.py")
 
@@ -39,7 +39,7 @@ def test_a_terminal_shows_the_start_line(
     monkeypatch.setattr("os.execvpe", print)
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     plan = LaunchPlan(way="torchrun", argv=("true",), local_size=2)
-    run_plan(plan, dict(os.environ), script="train.py", quiet=quiet)
+    run_plan(plan, dict(os.environ), LaunchConfig(quiet=quiet), Script("train.py"))
     captured = capsys.readouterr()
     assert captured.out.startswith("true ")
     reported = "accelfn launch: starting 2 processes of train.py; importing torch may take a while.\n"
@@ -49,7 +49,7 @@ def test_a_terminal_shows_the_start_line(
 def test_tpus() -> None:
     bf16 = "--tpu --mixed_precision=bf16"
     plan = plan_of(f"{bf16} --main_training_function=train --num_processes=8 t.py")
-    assert plan.argv == ("python", "-m", "accelfn.launch.run.xla", "train", "8", "script", "t.py")
+    assert plan.argv == ("python", "-m", "accelfn.launch.xla", "train", "8", "script", "t.py")
     assert ("ACCELFN_TORCH_DEVICE", "xla") in plan.env_changes
     assert not any(name.startswith("XLA_") for name, _ in plan.env_changes)  # autocast computes in bf16
     assert ("XLA_DOWNCAST_BF16", "1") in plan_of(f"{bf16} --downcast_bf16 t.py").env_changes
@@ -78,7 +78,7 @@ def test_torch_xla_is_asked_for_and_used(tmp_path: Path) -> None:
 
     def run(function: str, *paths: Path) -> tuple[str, str]:
         done = subprocess.run(
-            [sys.executable, "-m", "accelfn.launch.run.xla", function, "8", "script", "t.py", "-x"],
+            [sys.executable, "-m", "accelfn.launch.xla", function, "8", "script", "t.py", "-x"],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
             capture_output=True,

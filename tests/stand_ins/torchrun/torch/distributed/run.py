@@ -31,6 +31,9 @@ def run(options: SimpleNamespace) -> None:
     failed_s = 0.0
     for attempt in range(options.max_restarts + 1):
         size = int(options.nproc_per_node)
+        folders = [f"{options.log_dir}/none_0/attempt_{attempt}/{rank}" for rank in range(size)]
+        for folder in folders:
+            os.makedirs(folder)
         workers = [
             subprocess.Popen(
                 [sys.executable, "-u", *options.command],
@@ -41,6 +44,7 @@ def run(options: SimpleNamespace) -> None:
                     "MASTER_ADDR": "127.0.0.1",
                     "GROUP_RANK": "0",
                     "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                    "TORCHELASTIC_ERROR_FILE": f"{folders[rank]}/error.json",
                 },
                 start_new_session=True,
             )

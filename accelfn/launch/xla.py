@@ -1,6 +1,6 @@
 """Run a function of a script on every core of a TPU with torch_xla.
 
-``python -m accelfn.launch.run.xla FUNCTION N script|module NAME arguments``
+``python -m accelfn.launch.xla FUNCTION N script|module NAME arguments``
 """
 
 from __future__ import annotations

@@ -14,14 +14,14 @@ import threading
 import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, cast
 
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.run.report import Failure
+from accelfn.launch.report import Failure
 
 _POLL_S = 0.1
 _CONNECT_S = 10.0
@@ -105,12 +105,8 @@ def join_machines(
             mismatch = f"lost the connection to machine 0: {error}. See its output."
     if mismatch:
         raise ConfigurationError(mismatch)
-    return Machines(
-        *(store, index, this, num_machines),
-        is_host=server is not None,
-        stops_on=tuple(stops_on),
-        silent_s=silent_s,
-    )
+    is_host = server is not None
+    return Machines(store, index, this, num_machines, is_host, tuple(stops_on), silent_s)
 
 
 def _open_store(host: str, port: int, timeout_s: float, *, is_host: bool) -> TCPStore:
@@ -239,6 +235,7 @@ def _name(machine: Mapping[str, Any]) -> str:
     return str(machine["host"]) if rank is None else f"machine {rank} ({machine['host']})"
 
 
+@dataclass(slots=True)
 class Machines:
     """The other machines of a launch, with the last message of each.
 
@@ -246,24 +243,17 @@ class Machines:
         store: The store that all machines share.
     """
 
-    def __init__(
-        self,
-        store: TCPStore,
-        index: int,
-        this: Mapping[str, Any],
-        count: int,
-        *,
-        is_host: bool,
-        stops_on: tuple[str, ...],
-        silent_s: float,
-    ) -> None:
-        self.store: TCPStore = store
-        self._index, self._this, self._count = index, this, count
-        self._is_host, self._stops_on, self._silent_s = is_host, stops_on, silent_s
-        self._num_read = 0
-        self._messages: dict[int, dict[str, Any]] = {}
-        self._heartbeats: dict[int, tuple[int, float]] = {}
-        self._disconnected_s = 0.0
+    store: TCPStore
+    _index: int
+    _this: Mapping[str, Any]
+    _count: int
+    _is_host: bool
+    _stops_on: tuple[str, ...]
+    _silent_s: float
+    _num_read: int = 0
+    _messages: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])
+    _heartbeats: dict[int, tuple[int, float]] = field(default_factory=dict[int, tuple[int, float]])
+    _disconnected_s: float = 0.0
 
     def report(self, state: str, *, status: int = 0, failures: Sequence[Failure] = ()) -> None:
         """Report to the others how this machine ended: ``"failed"``, ``"stopped"`` or ``"done"``."""
@@ -343,9 +333,8 @@ class Machines:
         """Return the failures of processes on other machines."""
         failures: list[Failure] = []
         for message in self._messages.values():
-            for fields in cast("list[dict[str, Any]]", message["failures"]):
-                fields["frames"] = tuple(tuple(frame) for frame in fields["frames"])
-                failure = Failure(**fields)
+            for failure in (Failure(**fields) for fields in message["failures"]):
+                frames = tuple(tuple(frame) for frame in cast("Any", failure.frames))  # lists in JSON
                 time_s = message["received_s"] - failure.time_s
-                failures.append(replace(failure, time_s=time_s, elsewhere=True))
+                failures.append(replace(failure, frames=frames, time_s=time_s, elsewhere=True))
         return tuple(failure for failure in failures if failure.rank is not None)

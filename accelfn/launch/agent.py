@@ -1,8 +1,8 @@
 """Run torchrun, report the first failure in the last lines, and leave no process behind.
 
-``accelfn launch`` becomes this program. Its arguments are those of torchrun. ``--elastic`` and a heartbeat
-timeout before them mean that each worker has an agent of its own. It imports accelfn only for these, for
-several machines or after a failure.
+``accelfn launch`` becomes this program. Its arguments are those of torchrun. After ``--elastic`` and a
+heartbeat timeout, each process is replaced by itself (:mod:`accelfn.launch.elastic`). It imports accelfn only
+for this, for several machines or after a failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -25,7 +24,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 if TYPE_CHECKING:
-    from accelfn.launch.run.machines import Machines
+    from accelfn.launch.machines import Machines
+    from accelfn.launch.report import Failure
 
 # Signals that schedulers send to scripts. They are forwarded; torchrun would exit.
 _FORWARDED = ("SIGUSR1", "SIGUSR2")
@@ -47,18 +47,16 @@ def main(argv: Sequence[str]) -> int:
         The exit status of the first failed process, 128 and more for a signal; 2 if machines differ. If all
         scripts answer a signal with the same exit status, that one.
     """
-    sys.path.append(str(Path(__file__).parents[3]))  # accelfn, in case it isn't installed
-    # A launcher in code passes a folder, and reports failures itself.
-    given = os.environ.pop("ACCELFN_AGENT_DIR", "")
-    folder = given or tempfile.mkdtemp(prefix="accelfn-run-")
-    os.environ["ACCELFN_RUN_DIR"] = folder
-    agent = _Agent(folder, has_caller=bool(given))
+    sys.path.append(str(Path(__file__).parents[2]))  # accelfn, in case it isn't installed
+    folder = os.environ["ACCELFN_RUN_DIR"] = tempfile.mkdtemp(prefix="accelfn-run-")
+    guard_pid, guard = _start_guard(folder)
     try:
-        return agent.run(argv)
+        return _Agent(folder).run(argv)
     finally:
-        if not given or os.getppid() != agent.caller:  # the caller has ended
-            shutil.rmtree(folder, ignore_errors=True)
-        agent.stop_guard()
+        shutil.rmtree(folder, ignore_errors=True)
+        if guard_pid:
+            os.write(guard, b"!")
+            os.waitpid(guard_pid, 0)
 
 
 class _Agent:
@@ -67,56 +65,67 @@ class _Agent:
     Attributes:
         stops: Signals that were received to stop the launch.
         reason: The message of another machine for which this one stops.
+        failures: How processes of this machine failed.
+        error: Why they could not be started.
     """
 
-    def __init__(self, folder: str, *, has_caller: bool) -> None:
-        self.folder, self.has_caller = folder, has_caller
-        self.caller = os.getppid()
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
         self.stops: list[int] = []
         self.reason: dict[str, Any] | None = None
         self.machines: Machines | None = None
-        self.num_processes: int | None = None
-        self.log_dir: str | None = None
+        self.failures: tuple[Failure, ...] = ()
+        self.error = ""
+        self._num_processes = 0
+        self._has_logs = False
         self._is_quiet = bool(os.environ.pop("ACCELFN_AGENT_QUIET", ""))
+        # For a launcher in code, which reports failures itself.
+        self._outcome_file = os.environ.pop("ACCELFN_AGENT_OUTCOME", "")
+        self._caller = os.getppid()
         self._rendezvous = os.environ.pop("ACCELFN_AGENT_RENDEZVOUS", "")
         self._stop_timeout_s = 45.0
         self._is_elastic = False
         self._num_restarts, self._stopped_s, self._ended_s, self._reason_s = 0, 0.0, 0.0, 0.0
         self._is_done = threading.Event()
-        self._guard_pid, self._guard = _start_guard(folder, owner=self.caller if has_caller else 0)
 
     def run(self, argv: Sequence[str]) -> int:
         wake, signalled = os.pipe()
         os.set_blocking(signalled, False)
-        for name in _FORWARDED:
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), lambda number, frame: None)
+        for number in _numbers(*_FORWARDED):
+            signal.signal(number, lambda number, frame: None)
         # Python writes each signal to the pipe, even while the main thread is blocked.
         signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
         watcher = threading.Thread(target=self._watch, args=(wake,), daemon=True)
-        try:
-            if argv[:1] == ["--elastic"]:
-                status = self._run_elastic(argv[2:], float(argv[1]), watcher)
-            else:
-                status = self._run_torchrun(argv, watcher)
-        except _MachinesError as error:
-            print(f"accelfn launch: error: {error}", file=sys.stderr)
-            return 2
+        self._is_elastic = argv[:1] == ["--elastic"]
+        torchrun, options, handlers = self._load_torchrun(argv[2:] if self._is_elastic else argv)
+        if self._rendezvous:
+            from accelfn.errors import ConfigurationError
+            from accelfn.launch.machines import join_machines
+
+            try:
+                self.machines = join_machines(**json.loads(self._rendezvous))
+            except ConfigurationError as error:
+                print(f"accelfn launch: error: {error}", file=sys.stderr)
+                return 2
+        watcher.start()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        status = self._run_processes(torchrun, options, argv)
         for number in _stop_signals():
             signal.signal(number, self._exit)  # torchrun's handlers would raise
         self._is_done.set()
         os.write(signalled, b"\0")  # wakes the watcher; no signal has this number
         watcher.join()
-        return status if self.has_caller else self._finish(status)
+        return self._finish(status)
 
     def _load_torchrun(self, argv: Sequence[str]) -> tuple[Any, Any, dict[int, Any]]:
-        """Import torchrun, parse its arguments, and meet the other machines.
+        """Import torchrun, and parse its arguments.
 
         Returns:
             The module, its options, and the handlers of the stop signals, which end this process until then.
         """
         # While torch is imported there is nothing to stop, and an interrupt would print a traceback.
-        previous = {number: signal.signal(number, self._exit) for number in _stop_signals()}
+        handlers = {number: signal.signal(number, self._exit) for number in _stop_signals()}
         has_cpp_level = "TORCH_CPP_LOG_LEVEL" in os.environ
         if "LOGLEVEL" not in os.environ:
             # The report replaces torchrun's log. torch's C++ code reads the variable when it is loaded.
@@ -127,101 +136,71 @@ class _Agent:
         if not has_cpp_level:
             os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # not for the scripts
         options: Any = cast("Any", torchrun).parse_args(list(argv))
-        self.log_dir = options.log_dir
-        if options.log_dir is None:
-            options.log_dir = os.path.join(self.folder, "torchrun")  # torchrun's default isn't removed
-        self.num_processes = int(options.nnodes.partition(":")[0]) * int(options.nproc_per_node)
+        self._has_logs = options.log_dir is not None
+        options.log_dir = options.log_dir or os.path.join(self.folder, "torchrun")  # torchrun's isn't removed
+        self._num_processes = int(options.nnodes.partition(":")[0]) * int(options.nproc_per_node)
         self._stop_timeout_s = (getattr(options, "shutdown_timeout", None) or 30) + 15.0
         # Ignored signals, such as SIGHUP under nohup, stay ignored.
-        options.signals_to_handle = ",".join(signal.Signals(number).name for number in previous)
-        if self._rendezvous:
-            self._join_machines()
-        return torchrun, options, previous
+        options.signals_to_handle = ",".join(signal.Signals(number).name for number in handlers)
+        return torchrun, options, handlers
 
-    def _run_torchrun(self, argv: Sequence[str], watcher: threading.Thread) -> int:
-        torchrun, options, previous = self._load_torchrun(argv)
+    def _run_processes(self, torchrun: Any, options: Any, argv: Sequence[str]) -> int:
+        """Run the processes until they have ended. Return 0, 1 or 128 and more for a signal."""
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-        watcher.start()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
         try:
-            torchrun.run(options)
+            if not self._is_elastic:
+                torchrun.run(options)
+                return 0
+            from accelfn.launch.elastic import run_slots
+
+            os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = options.signals_to_handle  # as torchrun.run does
+            _, program, arguments = torchrun.config_from_args(options)
+            failures = run_slots(
+                options,
+                (program, *arguments),
+                heartbeat_timeout_s=float(argv[1]),
+                machines=self.machines,
+                report=_print,
+            )
+            self.failures = failures or ()
+            return 0 if failures is None else 1
         except ChildFailedError as error:
-            host = socket.gethostname()
-            failures = [
-                {"rank": rank, "exitcode": child.exitcode, "host": host, "time_s": child.timestamp}
+            from accelfn.launch.report import Failure
+
+            attempt = self._count_restarts()
+            self.failures = tuple(
+                Failure(rank=rank, attempt=attempt, exitcode=child.exitcode, time_s=child.timestamp)
                 for rank, child in error.failures.items()
-            ]
-            self._write({"failures": failures})
-            return 1
+            )
         except (KeyboardInterrupt, SignalException) as stop:
             return 128 + int(getattr(stop, "sigval", signal.SIGINT))
         except Exception as error:  # noqa: BLE001 -- reported at the end
-            self._write({"error": f"{type(error).__name__}: {error}", "time_s": time.time()})
-            return 1
-        return 0
-
-    def _run_elastic(self, argv: Sequence[str], heartbeat_timeout_s: float, watcher: threading.Thread) -> int:
-        torchrun, options, previous = self._load_torchrun(argv)
-        from accelfn.launch.run.elastic_agents import run_agents
-
-        self._is_elastic = True
-        watcher.start()
-        for number in previous:  # the watcher reads them, and the agents ask for them
-            signal.signal(number, lambda number, frame: None)
-        _, program, arguments = torchrun.config_from_args(options)
-        try:
-            outcome = run_agents(
-                options,
-                (program, *arguments),
-                heartbeat_timeout_s=heartbeat_timeout_s,
-                machines=self.machines,
-                stop_signal=self._stop_signal,
-                report=_print,
-            )
-        except Exception as error:  # noqa: BLE001 -- reported at the end
-            self._write({"error": f"{type(error).__name__}: {error}", "time_s": time.time()})
-            return 1
-        if outcome.succeeded:
-            return 0
-        host = socket.gethostname()
-        self._write({"failures": [{**death._asdict(), "host": host} for death in outcome.deaths]})
+            self.error = f"{type(error).__name__}: {error}"
         return 1
-
-    def _stop_signal(self) -> int:
-        """Return the signal that stops the processes; 0 while there is none."""
-        return (*self.stops, signal.SIGTERM)[0] if self._stopped_s else 0
-
-    def _join_machines(self) -> None:
-        from accelfn.errors import ConfigurationError
-        from accelfn.launch.run.machines import join_machines
-
-        try:
-            self.machines = join_machines(**json.loads(self._rendezvous))
-        except ConfigurationError as error:
-            raise _MachinesError(error) from None
-
-    def _write(self, outcome: dict[str, object]) -> None:
-        Path(self.folder, "agent.json").write_text(json.dumps(outcome), encoding="utf-8")
-
-    def _exit(self, number: int, frame: FrameType | None) -> NoReturn:
-        if not self.has_caller:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os._exit(128 + number)
 
     def _finish(self, status: int) -> int:
         """Stop remaining processes, exchange failures with the other machines, and report the first one."""
+        if self._outcome_file and os.getppid() != self._caller:  # nobody else removes its folder
+            shutil.rmtree(Path(self._outcome_file).parent, ignore_errors=True)
+            return status
+        if self._outcome_file:
+            exitcodes = {failure.rank: failure.exitcode for failure in self.failures}
+            outcome = {"exitcodes": exitcodes, "error": self.error}
+            Path(self._outcome_file).write_text(json.dumps(outcome), encoding="utf-8")
+            return status
         if status == 0 and not self.stops and self.reason is None:
             if self.machines is not None:
                 self.machines.report("done")
             return 0
-        from accelfn.launch.run.report import first_failure, format_report, read_failures
+        from accelfn.launch.report import Failure, first_failure, format_report, read_failures
 
-        if status or self.stops:
-            stop_processes(self.folder, _GRACE_S)
-        failures = read_failures(self.folder) if status or self.stops else ()
+        stop_processes(self.folder, _GRACE_S)
+        failures = read_failures(self.folder, self.failures)
+        if self.error:
+            kind = "lost" if _started(self.folder) else "agent"
+            failures = failures or (Failure(rank=None, text=self.error, kind=kind, exitcode=1),)
         if self.stops:
             statuses = {failure.exitcode for failure in failures if failure.kind == "SystemExit"}
             status = (statuses.pop() if len(statuses) == 1 else None) or 128 + self.stops[0]
@@ -235,34 +214,29 @@ class _Agent:
             self.machines.wait_for_reports()
             failures = (*failures, *self.machines.failures())
         first = first_failure(failures)
-        if not self._is_quiet:
-            report = format_report(
-                failures,
-                num_processes=self.num_processes,
-                log_dir=_attempt_folder(self.log_dir),
-            )
-            sys.stdout.flush()
-            if report:
-                print(report, file=sys.stderr)
+        sys.stdout.flush()
+        report = format_report(failures, num_processes=self._num_processes, has_logs=self._has_logs)
+        if report and not self._is_quiet:
+            print(report, file=sys.stderr)
         status = first.exitcode if first is not None and first.exitcode else status
         return status if status > 0 else 128 - status
 
     def _watch(self, wake: int) -> None:
-        """Handle signals and the messages of other machines while the main thread runs torchrun."""
+        """Handle signals and the messages of other machines while the main thread runs the processes."""
         while not self._is_done.is_set():
             ready, _, _ = select.select([wake], (), (), _POLL_S)
             for number in (os.read(wake, 64) if ready else b"").replace(b"\0", b""):
                 self._on_signal(number)
             now_s = time.monotonic()
-            pids = _started_pids(self.folder)
+            pids = _started(self.folder).values()
             self._ended_s = 0.0 if not pids or any(map(_is_alive, pids)) else self._ended_s or now_s
             if self._stopped_s:
                 is_late = now_s > self._stopped_s + self._stop_timeout_s
                 idle_s = now_s - max(self._stopped_s, self._ended_s) if self._ended_s else 0.0
                 if is_late or idle_s > _WAIT_ALONE_S:
-                    self._kill(1 if self.has_caller else self._finish(1))
-            if self.has_caller and os.getppid() != self.caller and not self.stops:
-                os.kill(os.getpid(), signal.SIGTERM)
+                    self._kill(self._finish(1))
+            if self._outcome_file and os.getppid() != self._caller and not self.stops:
+                os.kill(os.getpid(), signal.SIGTERM)  # the launcher in code was killed
             num_restarts = self._count_restarts()
             if num_restarts > self._num_restarts and not self._is_elastic:
                 self._num_restarts = num_restarts
@@ -271,8 +245,8 @@ class _Agent:
                 self._poll_machines(self.machines, now_s)
 
     def _on_signal(self, number: int) -> None:
-        if signal.Signals(number).name in _FORWARDED:
-            _signal(_started_pids(self.folder), number)
+        if number in _numbers(*_FORWARDED):
+            _signal(_started(self.folder).values(), number)
         elif number in _stop_signals():
             if number == signal.SIGINT and self.stops:
                 self._kill(128 + number)  # the second Ctrl-C doesn't wait
@@ -298,36 +272,27 @@ class _Agent:
         if now_s > self._reason_s + _GRACE_S or self._ended_s:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def _count_restarts(self) -> int:
+        return max((attempt for _, attempt in _started(self.folder)), default=0)
+
+    def _exit(self, number: int, frame: FrameType | None) -> NoReturn:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(128 + number)
+
     def _kill(self, status: int) -> NoReturn:
         stop_processes(self.folder, 0.0)
-        if not self.has_caller:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(status)
 
-    def _count_restarts(self) -> int:
-        names = (path.name for path in Path(self.folder).glob("started.*.json"))
-        return max((int(name.split(".")[2]) for name in names), default=0)
 
-    def stop_guard(self) -> None:
-        """Stop the guard, and wait for it."""
-        if self._guard >= 0:
-            os.write(self._guard, b"!")
-            os.close(self._guard)
-            os.waitpid(self._guard_pid, 0)
-
-
-class _MachinesError(Exception):
-    """The machines could not connect, or they differ."""
-
-
-def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
+def _start_guard(folder: str) -> tuple[int, int]:
     """Fork a process that stops the ranks if this process is killed.
 
     Returns:
-        Its process ID, and the pipe that stops it; -1 if the system can't fork.
+        Its process ID, and the pipe that stops it; zeros if the system can't fork.
     """
     if not hasattr(os, "fork"):
-        return -1, -1
+        return 0, 0
     reads, writes = os.pipe()
     pid = os.fork()
     if pid:
@@ -342,8 +307,7 @@ def _start_guard(folder: str, *, owner: int) -> tuple[int, int]:
         if not os.read(reads, 1):
             time.sleep(0.2)  # until a process that was just being started has its variables
             stop_processes(folder, _GRACE_S)
-            if not owner or not _is_alive(owner):  # a living owner reads the reports in the folder
-                shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
@@ -367,7 +331,7 @@ def stop_processes(folder: str, grace_s: float) -> None:
 
 
 def _running_pids(folder: str) -> set[int]:
-    pids = set(_started_pids(folder))
+    pids = set(_started(folder).values())
     if sys.platform == "linux":
         variable = f"ACCELFN_RUN_DIR={folder}".encode()
         for path in Path("/proc").glob("[0-9]*/environ"):
@@ -377,18 +341,16 @@ def _running_pids(folder: str) -> set[int]:
     return set(filter(_is_alive, pids - {os.getpid()}))
 
 
+def _started(folder: str) -> dict[tuple[int, int], int]:
+    """Return the process ID of each rank and attempt."""
+    names = [path.name.split(".") for path in Path(folder).glob("started.*[0-9]")]
+    return {(int(rank), int(attempt)): int(pid) for _, rank, attempt, pid in names}
+
+
 def _signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(OSError):
             os.kill(pid, number)
-
-
-def _started_pids(folder: str) -> list[int]:
-    pids: list[int] = []
-    for path in Path(folder).glob("started.*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            pids.append(int(json.loads(path.read_text(encoding="utf-8"))["pid"]))
-    return pids
 
 
 def _is_alive(pid: int) -> bool:
@@ -402,18 +364,13 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
+def _numbers(*names: str) -> list[int]:
+    return [int(getattr(signal, name)) for name in names if hasattr(signal, name)]
+
+
 def _stop_signals() -> list[int]:
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-    numbers = [int(getattr(signal, name)) for name in names if hasattr(signal, name)]
+    numbers = _numbers("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-def _attempt_folder(log_dir: str | None) -> str | None:
-    """Return the newest log folder, because torchrun creates one per run."""
-    if log_dir is None:
-        return None
-    attempts = sorted(Path(log_dir).glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
-    return str(attempts[-1]) if attempts else log_dir
 
 
 def _print(message: str) -> None:

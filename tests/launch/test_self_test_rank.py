@@ -6,8 +6,7 @@ import pytest
 
 import accelfn as af
 from accelfn.launch.self_test import FAULTS, Result, print_results, read_results, write_result
-from accelfn.launch.self_test_checks import CHECKS, Check, Trial, demand
-from accelfn.launch.self_test_rank import main, run_checks
+from accelfn.launch.self_test_rank import CHECKS, Check, Trial, demand, main, run_checks
 from accelfn.testing import Where, run_ranks
 
 # Threads don't replicate models, and share the generators that "random states" is about.
@@ -23,11 +22,11 @@ FAILS_OF = {
 
 def run_each(size: int, on: Where, *, of_processes: bool) -> None:
     """Run the checks in one world; they raise."""
-    checks = [check for check in CHECKS if check.name.startswith(OF_PROCESSES) == of_processes]
+    checks = [check for name, check in CHECKS.items() if name.startswith(OF_PROCESSES) == of_processes]
 
     def run(ctx: af.Context) -> None:
         for check in checks:
-            check.run(Trial(ctx=ctx))
+            check(Trial(ctx))
 
     run_ranks(run, size, on=on)
 
@@ -45,9 +44,8 @@ def test_training_random_states_and_checkpoints_are_sound_on_processes() -> None
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "window"), [("fp16", 2), ("bf16", 1)])
 def test_training_as_configured_is_sound_in_each_precision(precision: str, window: int) -> None:
-    (check,) = (check for check in CHECKS if check.name == "training, as configured")
     output = run_ranks(
-        lambda ctx: check.run(Trial(ctx=ctx)),
+        lambda ctx: CHECKS["training, as configured"](Trial(ctx)),
         2,
         on="processes",
         mixed_precision=precision,
@@ -59,11 +57,10 @@ def test_training_as_configured_is_sound_in_each_precision(precision: str, windo
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("hang", "death")])
 def test_each_fault_is_found_by_the_checks_that_are_about_it(fault: str) -> None:
-    for check in CHECKS:
-        if check.name in FAILS_OF[fault]:
-            on: Where = "processes" if check.name.startswith(OF_PROCESSES) else "memory"
-            with pytest.raises((AssertionError, af.errors.DistributedError)):
-                run_ranks(lambda ctx, check=check: check.run(Trial(ctx=ctx, fault=fault)), 2, on=on)
+    for name in FAILS_OF[fault]:
+        on: Where = "processes" if name.startswith(OF_PROCESSES) else "memory"
+        with pytest.raises((AssertionError, af.errors.DistributedError)):
+            run_ranks(lambda ctx, check=CHECKS[name]: check(Trial(ctx, fault)), 2, on=on)
 
 
 def test_a_process_alone_prints_the_table_or_why_there_is_none(
@@ -99,9 +96,8 @@ def test_after_a_failure_the_next_check_has_a_new_world() -> None:
     def crash(trial: Trial) -> str:
         raise OSError(f"no disk for {trial.fault}")
 
-    checks = [Check("one", fail), Check("two", crash), Check("three", be_well)]
-    checks += [Check("four", fail), Check("five", fail)]
-    results = run_checks(af.Context(), open_context, checks, fault="seed", on_result=reported.append)
+    checks: dict[str, Check] = {"one": fail, "two": crash, "three": be_well, "four": fail, "five": fail}
+    results = run_checks(Trial(af.Context(), "seed"), open_context, checks, reported.append)
     assert [(one.name, one.verdict, one.remark) for one in results] == [
         ("one", "FAIL", "this rank is the first"),
         ("two", "FAIL", "OSError: no disk for seed"),
@@ -119,7 +115,7 @@ def test_a_failure_on_one_rank_reaches_all() -> None:
         return ""
 
     def run(ctx: af.Context) -> tuple[Result, ...]:
-        return tuple(run_checks(ctx, lambda: ctx, [Check("one", fail_on_one)]))
+        return tuple(run_checks(Trial(ctx), lambda: ctx, {"one": fail_on_one}, lambda _: None))
 
     (first,), (second,) = run_ranks(run, 2)
     assert (first.verdict, first.remark) == ("FAIL", "rank 1: AssertionError: only here")
@@ -127,10 +123,10 @@ def test_a_failure_on_one_rank_reaches_all() -> None:
 
 
 def test_a_plain_table_tells_failures_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = (
+    results = [
         Result("collectives", "pass", 0.25, "over gloo"),
         Result("checkpoint", "FAIL", 1.5, "the weights came back\n  row 2"),
-    )
+    ]
     print_results(results, "accelfn test")
     assert capsys.readouterr().out == (
         "accelfn test\n"
@@ -140,7 +136,7 @@ def test_a_plain_table_tells_failures_in_full(tmp_path: Path, capsys: pytest.Cap
         "\ncheckpoint:\n  the weights came back\n    row 2\n"
     )
     file = tmp_path / "results"
-    assert read_results(file) == ()
+    assert read_results(file) == []
     for result in (Result("collectives", "cut off", 0.0, ""), *results):
         write_result(file, result)
     assert read_results(file) == results

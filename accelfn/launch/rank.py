@@ -8,31 +8,27 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import io
 import json
 import linecache
 import marshal
 import os
 import pickle
 import shutil
-import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.context import Context, init_context, text_of
-from accelfn.errors import DistributedError, MissingExtraError, RemoteTraceback
-from accelfn.testing.part import Outcome
+from accelfn.errors import DistributedError, MissingExtraError
+from accelfn.testing.part import STACK_SIGNAL, Outcome, pack, pack_error, unpack, unpack_outcome
 
 # Run by `python -c` in a rank. It sets search path and variables before the import of torch, which reads
 # OMP_NUM_THREADS.
@@ -41,12 +37,10 @@ import json, os, pathlib, sys
 setup = json.loads(pathlib.Path(sys.argv[1], "setup.json").read_text("utf-8"))
 sys.path[:] = setup["path"]
 os.environ.update(setup["environment"])
-from accelfn.launch.function_ranks import run_rank
+from accelfn.launch.rank import run_rank
 run_rank(sys.argv[1], setup)
 """
 RANK_COMMAND = ("-u", "-c", _BOOT)
-# Makes a rank write its stacks; a signal that functions are unlikely to use.
-STACK_SIGNAL: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
 _POLL_S = 0.5
 # Time for which a finished rank waits for the others, because gloo may still connect them to it.
 _LINGER_S = 5.0
@@ -88,6 +82,32 @@ def write_job(
         },
     }
     (folder / "setup.json").write_text(json.dumps(setup), encoding="utf-8")
+
+
+def world_variables(
+    rank: int, local_size: int, num_machines: int, address: tuple[str, int], *, run_id: str
+) -> dict[str, str]:
+    """Return torchrun's variables of a rank, of which a launcher serves the store. Pure.
+
+    >>> found = world_variables(5, 3, 2, ("10.0.0.1", 7), run_id="none")
+    >>> found["GROUP_RANK"], found["LOCAL_RANK"], found["MASTER_ADDR"]
+    ('1', '2', '10.0.0.1')
+    """
+    host, port = address
+    values = {
+        **dict.fromkeys(("RANK", "ROLE_RANK"), rank),
+        **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), num_machines * local_size),
+        **dict.fromkeys(("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), 0),
+        "LOCAL_RANK": rank % local_size,
+        "LOCAL_WORLD_SIZE": local_size,
+        "GROUP_RANK": rank // local_size,
+        "GROUP_WORLD_SIZE": num_machines,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 def run_rank(path: str, setup: Mapping[str, Any]) -> NoReturn:
@@ -154,7 +174,7 @@ def _exit_with(folder: Path, launcher: int, parent: int) -> None:
 
 def _read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any] | None]:
     try:
-        return _unpack((folder / "call").read_bytes(), None)
+        return unpack((folder / "call").read_bytes())
     except Exception as error:
         raise DistributedError(
             f"the function can't be loaded in a fresh process: {type(error).__name__}: {text_of(error)}. Its "
@@ -178,34 +198,26 @@ def write_report(
     Returns:
         The error that was written: ``error``, or a TypeError if the value can't be sent.
     """
-    content = b""
+    content, pickler = b"", _refusing(_find_pickler())
     if error is None:
         try:
-            content = _pack((value, None, ""))
+            content = pack((value, None, ""), pickler)
         except Exception as problem:  # noqa: BLE001 -- pickling may raise anything
             error = TypeError(
                 f"rank {rank} returned {type(value).__name__}, which can't be sent back: {text_of(problem)}. "
                 "Return numbers, strings, tensors, or containers of them."
             )
-    content = content if error is None else _pack_error(rank, error)
+    if error is not None:
+        sent = error
+        if not isinstance(error, Exception):  # those of a rank must not end the launcher
+            how = f"called sys.exit({error})" if isinstance(error, SystemExit) else f"raised {error!r}"
+            sent = DistributedError(f"rank {rank} {how}").with_traceback(error.__traceback__)
+        content = pack_error(rank, sent, pickler)
     with contextlib.suppress(OSError):  # the launcher may have removed the folder
         partial = folder / f"partial-{attempt}-{rank}"
         partial.write_bytes(content)
         os.replace(partial, folder / f"report-{attempt}-{rank}")
     return error
-
-
-def _pack_error(rank: int, error: BaseException) -> bytes:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    # SystemExit and KeyboardInterrupt of a rank must not end the launcher.
-    if isinstance(error, Exception):
-        with contextlib.suppress(Exception):
-            content = _pack((None, error, text))
-            _unpack(content, "cpu")  # some exceptions pickle but don't unpickle
-            return content
-    how = f"called sys.exit({text_of(error)})" if isinstance(error, SystemExit) else ""
-    how = how or f"raised {type(error).__name__}: {text_of(error)}".removesuffix(": ")
-    return _pack((None, DistributedError(f"rank {rank} {how}"), text))
 
 
 def reported_ranks(folder: Path, attempt: int | None = None) -> dict[int, int]:
@@ -223,31 +235,17 @@ def read_outcome(folder: Path, rank: int, attempt: int = 0) -> Outcome | None:
     if not path.exists():
         return None
     try:
-        value, error, text = _unpack(path.read_bytes(), "cpu")
+        return unpack_outcome(path.read_bytes(), "cpu")
     except Exception as problem:  # noqa: BLE001 -- unpickling may raise anything
-        value, text = None, ""
-        error = TypeError(
-            f"the result of rank {rank} can't be loaded in this process: {text_of(problem)}. Return numbers, "
-            "strings, tensors, or containers of them."
+        return Outcome(
+            error=TypeError(
+                f"the result of rank {rank} can't be loaded in this process: {text_of(problem)}. Return "
+                "numbers, strings, tensors, or containers of them."
+            )
         )
-    if text and error is not None:
-        error.__cause__ = RemoteTraceback(text)
-    return Outcome(value=value, error=error)
 
 
 # --- Serialization of functions, arguments and results --------------------------------------------
-
-
-def _pack(value: Any) -> bytes:
-    # torch.save, because pickle can't load float8 and unsigned tensors.
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=_refusing(_find_pickler()))
-    return buffer.getvalue()
-
-
-def _unpack(content: bytes, device: str | None) -> Any:
-    # Trusted: written by this launch into its own folder.
-    return torch.load(io.BytesIO(content), map_location=device, weights_only=False)
 
 
 def _pack_call(
@@ -261,12 +259,11 @@ def _pack_call(
         "of a module, and import it."
     )
     try:
-        packed = _pack((fn, tuple(args), options))
+        packed = pack((fn, tuple(args), options), _refusing(_find_pickler()))
     except _ProcessBoundError as error:
-        where = _find_reference(error.thing, fn, args)
         raise TypeError(
-            f"{caller}: {name} and its arguments can't be sent to fresh processes{where}: {error}. Create it "
-            "inside the function."
+            f"{caller}: {name} and its arguments can't be sent to fresh processes: {error}. Create it inside "
+            "the function."
         ) from None
     except Exception as error:
         if not has_cloudpickle and "<" in name:
@@ -281,11 +278,7 @@ def _pack_call(
 
 
 class _ProcessBoundError(TypeError):
-    """An object to send refers to the process group of this process through ``thing``."""
-
-    def __init__(self, thing: object) -> None:
-        super().__init__(f"its {type(thing).__name__} is bound to this process")
-        self.thing = thing
+    """An object to send refers to the process group of this process."""
 
 
 def _refusing(pickler: ModuleType) -> Any:
@@ -298,28 +291,13 @@ def _refusing(pickler: ModuleType) -> Any:
                 (base.__module__, base.__name__) == ("accelfn.accelerator.accelerator", "Accelerator")
                 for base in type(obj).__mro__
             ):
-                raise _ProcessBoundError(obj)
+                raise _ProcessBoundError(f"its {type(obj).__name__} is bound to this process")
             if isinstance(obj, CodeType):  # recent cloudpickle drops the file name
                 return marshal.loads, (marshal.dumps(obj),)
             override = getattr(super(), "reducer_override", None)
             return NotImplemented if override is None else override(obj)
 
     return SimpleNamespace(Pickler=Pickler, __name__=pickler.__name__)
-
-
-def _find_reference(thing: object, fn: object, args: Sequence[Any]) -> str:
-    """Describe how a function refers to a thing: by an argument, a global or a closure variable; else ""."""
-    position = next((position for position, arg in enumerate(args) if arg is thing), None)
-    if position is not None:
-        return f" because of argument {position}"
-    if not isinstance(fn, FunctionType):
-        return ""
-    variables = {name: fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__}
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # an empty cell
-            variables[name] = cell.cell_contents
-    name = next((name for name, value in variables.items() if value is thing), None)
-    return "" if name is None else f" because of {name!r}"
 
 
 def name_of(fn: object) -> str:

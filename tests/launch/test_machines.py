@@ -12,10 +12,10 @@ import pytest
 from torch.distributed import DistNetworkError
 
 from accelfn.errors import ConfigurationError
+from accelfn.launch import machines as module
 from accelfn.launch.launch import is_port_free
-from accelfn.launch.run import machines as module
-from accelfn.launch.run.machines import Machines, join_machines
-from accelfn.launch.run.report import Failure
+from accelfn.launch.machines import Machines, join_machines
+from accelfn.launch.report import Failure
 from tests.launch.processes import free_port
 
 
@@ -74,33 +74,33 @@ def test_missing_machines_are_an_error(ranks: Any, changes: Any, message: str) -
     assert re.search(message, reported), reported
 
 
-def test_a_launcher_that_is_killed_while_it_joins_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def killing(name: str) -> Callable[..., Any]:
+def intercept(monkeypatch: pytest.MonkeyPatch, text: str, act: Callable[[str], Any]) -> None:
+    """Call a function in place of each operation of the store that writes a text with this part."""
+    for name in ("set", "compare_set"):
         plain: Callable[..., Any] = getattr(module.TCPStore, name)
 
-        def write(store: Any, key: str, *values: str) -> Any:
-            if '"machine_rank": 1' in values[-1]:
-                raise ConfigurationError("killed")
-            return plain(store, key, *values)
+        def write(store: Any, key: str, *values: str, plain: Callable[..., Any] = plain) -> Any:
+            return act(values[-1]) if text in values[-1] else plain(store, key, *values)
 
-        return write
+        monkeypatch.setattr(module.TCPStore, name, write)
 
-    for name in ("set", "compare_set"):
-        monkeypatch.setattr(module.TCPStore, name, killing(name))
+
+def raising(error: Exception) -> Callable[[str], Any]:
+    def fail(text: str) -> Any:
+        raise error
+
+    return fail
+
+
+def test_a_launcher_that_is_killed_while_it_joins_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    intercept(monkeypatch, '"machine_rank": 1', raising(ConfigurationError("killed")))
     first, second = meet(0, 1, timeout_s=0.5)
     assert first.startswith("1 of 2 machines did not connect to 127.0.0.1:")
     assert second == "killed"
 
 
 def test_a_launcher_hears_of_the_end_of_machine_0_while_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain: Callable[..., Any] = module.TCPStore.compare_set
-
-    def write(store: Any, key: str, *values: str) -> Any:
-        if '"machine_rank": 1' in values[-1]:
-            raise DistNetworkError("Connection reset by peer")
-        return plain(store, key, *values)
-
-    monkeypatch.setattr(module.TCPStore, "compare_set", write)
+    intercept(monkeypatch, '"machine_rank": 1', raising(DistNetworkError("Connection reset by peer")))
     _, second = meet(0, 1, timeout_s=0.5)
     assert second == "lost the connection to machine 0: Connection reset by peer. See its output."
 
@@ -115,33 +115,6 @@ def test_a_port_that_another_program_has_is_named(monkeypatch: pytest.MonkeyPatc
         (reported,) = meet(0, num_machines=2, timeout_s=0.5, port=port)
         assert f"can't use port {port} of this machine" in reported
     assert is_port_free(int(free_port()))
-
-
-def test_a_launcher_that_is_killed_while_it_reports_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(name: str) -> Callable[..., Any]:
-        plain: Callable[..., Any] = getattr(module.TCPStore, name)
-
-        def write(store: Any, key: str, *values: str) -> Any:
-            is_report = '"state": "failed"' in values[-1]
-            return values[-1].encode() if is_report else plain(store, key, *values)
-
-        return write
-
-    for name in ("set", "compare_set"):
-        monkeypatch.setattr(module.TCPStore, name, lost(name))
-
-    def act(index: int, joined: Machines) -> Any:
-        joined.store.set_timeout(timedelta(seconds=1))
-        if index == 1:
-            joined.report("failed")
-        until_s = time.monotonic() + 20
-        while index == 0 and joined.stop_reason() is None and time.monotonic() < until_s:
-            joined.poll()
-            time.sleep(0.05)
-        return joined.stop_reason()
-
-    reason, _ = meet(0, 1, then=act, silent_s=0.5)
-    assert reason["text"].startswith("the launcher on machine 1 (")
 
 
 FAILED = Failure(
@@ -170,8 +143,14 @@ def test_each_machine_reads_how_the_others_end(state: str, stops_on: list[str]) 
     )
 
 
-def test_a_machine_without_heartbeat_is_lost() -> None:
+@pytest.mark.parametrize("reports", [False, True])  # a launcher may be killed while it writes its report
+def test_a_machine_without_heartbeat_is_lost(reports: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    intercept(monkeypatch, '"state": "failed"', str.encode)
+
     def act(index: int, joined: Machines) -> Any:
+        joined.store.set_timeout(timedelta(seconds=1))
+        if index == 1 and reports:
+            joined.report("failed")
         until_s = time.monotonic() + 20
         while index == 0 and joined.stop_reason() is None and time.monotonic() < until_s:
             joined.poll()
@@ -179,5 +158,7 @@ def test_a_machine_without_heartbeat_is_lost() -> None:
         return joined.stop_reason(), joined.lost()
 
     (reason, lost), _ = meet(0, 1, then=act, silent_s=0.5)
-    assert "was killed, or the machine is down" in reason["text"]
+    assert reason["text"].startswith(
+        f"the launcher on machine 1 ({socket.gethostname()}) was killed, or the "
+    )
     assert lost == {1: f"machine 1 ({socket.gethostname()})"}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Failure:
             other machines was lost, else ``"agent"``.
         text: The exception as Python prints it, or why the launcher killed the process.
         frames: File, line, function and source line of the user's frames, the innermost last.
+        log_dir: Folder of the logs of its attempt.
         elsewhere: Whether it ran on another machine.
     """
 
@@ -45,59 +46,43 @@ class Failure:
     kind: str = ""
     text: str = ""
     frames: tuple[tuple[str, int, str, str], ...] = ()
+    log_dir: str = ""
     elsewhere: bool = False
 
 
-def read_failures(folder: str) -> tuple[Failure, ...]:
-    """Read the failures of the last attempt, which workers and agent wrote into the folder of a run.
+def read_failures(folder: str, seen: Sequence[Failure]) -> tuple[Failure, ...]:
+    """Read what processes wrote into torch's error files.
 
-    In elastic training each rank has attempts of its own, and only its last one can be the end of it.
+    Args:
+        folder: Of the run, where each process has said which its error file is.
+        seen: How processes failed, as their launcher saw it; none after a signal.
     """
-    outcome = next(_read(Path(folder).glob("agent.json")), dict[str, Any]())
-    started = list(_read(Path(folder).glob("started.*.json")))
-    failed = list(_read(sorted(Path(folder).glob("failed.*.json"))))
-    attempt = max((int(record["attempt"]) for record in (*started, *failed)), default=0)
-    hosts = {int(record["rank"]): str(record["host"]) for record in started}
-    failures: dict[int, Failure] = {}
-    for record in outcome.get("failures", ()):  # as the agent saw them
-        rank = int(record["rank"])
-        failures[rank] = Failure(
-            rank=rank,
-            host=hosts.get(rank) or str(record.get("host", "")),
-            time_s=float(record["time_s"]),
-            exitcode=record["exitcode"],
-            text=str(record.get("text", "")),
-            attempt=int(record.get("attempt", attempt)),
-        )
-    for record in failed:
-        rank = int(record["rank"])
-        if int(record["attempt"]) != (failures[rank].attempt if rank in failures else attempt):
-            continue
-        frames = [frame for frame in record["frames"] if frame["own"]]
-        if record["kind"] != "SystemExit":  # with it, the program has reported its error
-            frames = frames or record["frames"]
-        exitcode = failures[rank].exitcode if rank in failures else -signal.SIGTERM
-        failures[rank] = Failure(
-            rank=rank,
-            host=record["host"],
-            time_s=record["time_s"],
-            attempt=int(record["attempt"]),
-            # A rank that fails while the agent stops it has its own status.
-            exitcode=int(record["status"]) & 0xFF if exitcode == -signal.SIGTERM else exitcode,
-            kind=record["kind"],
-            text=record["text"],
-            frames=tuple((each["file"], each["line"], each["function"], each["source"]) for each in frames),
-        )
-    if not failures and "error" in outcome:
-        kind = "lost" if started else "agent"
-        return (Failure(rank=None, text=str(outcome["error"]), kind=kind, exitcode=1),)
-    return tuple(failures[rank] for rank in sorted(failures))
+    if seen:
+        return tuple(_complete(failure, folder) for failure in seen)
+    # After a signal nobody says how the processes ended: some raised while they were stopped.
+    started = [path.name.split(".") for path in Path(folder).glob("started.*[0-9]")]
+    last = max((int(attempt) for _, _, attempt, _ in started), default=0)
+    ranks = sorted(int(rank) for _, rank, attempt, _ in started if int(attempt) == last)
+    stopped = (Failure(rank=rank, attempt=last, exitcode=-signal.SIGTERM) for rank in ranks)
+    return tuple(failure for each in stopped if (failure := _complete(each, folder)).kind)
 
 
-def _read(paths: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError):
-            yield json.loads(path.read_text(encoding="utf-8"))
+def _complete(failure: Failure, folder: str) -> Failure:
+    """Add what a process has written into its error file, if it has."""
+    failure = replace(failure, host=socket.gethostname())
+    try:
+        (started,) = Path(folder).glob(f"started.{failure.rank}.{failure.attempt}.*[0-9]")
+        error_file = Path(started.read_text(encoding="utf-8"))
+        failure = replace(failure, log_dir=str(error_file.parents[1]))
+        facts: dict[str, Any] = json.loads(error_file.read_text(encoding="utf-8"))["message"]["extraInfo"][
+            "accelfn"
+        ]
+    except (OSError, ValueError, LookupError, TypeError):  # none, or that of another writer
+        return failure
+    status, frames = facts.pop("status"), facts.pop("frames")
+    # A rank that fails while the agent stops it has its own status.
+    exitcode = status if failure.exitcode == -signal.SIGTERM else failure.exitcode
+    return replace(failure, **facts, exitcode=exitcode, frames=tuple(tuple(frame) for frame in frames))
 
 
 def first_failure(failures: Sequence[Failure]) -> Failure | None:
@@ -113,17 +98,17 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     )
 
 
-def format_report(failures: Sequence[Failure], *, num_processes: int | None, log_dir: str | None) -> str:
+def format_report(failures: Sequence[Failure], *, num_processes: int, has_logs: bool) -> str:
     """Format the last lines of a failed launch. Pure.
 
     Args:
         failures: From ``read_failures``.
-        num_processes: World size, if known.
-        log_dir: Directory of the ranks' logs, if they are kept.
+        num_processes: World size.
+        has_logs: Whether the output of ranks went to files.
 
     >>> frames = (("t.py", 3, "f", "g()"),)
-    >>> failed = Failure(rank=1, host="a", exitcode=1, text="ValueError: no", frames=frames)
-    >>> print(format_report([failed], num_processes=2, log_dir="logs"))
+    >>> failed = Failure(rank=1, host="a", exitcode=1, text="ValueError: no", frames=frames, log_dir="logs")
+    >>> print(format_report([failed], num_processes=2, has_logs=True))
     accelfn launch: rank 1 of 2 failed on a, with exit status 1:
       ValueError: no
         t.py:3 in f: g()
@@ -141,47 +126,44 @@ def format_report(failures: Sequence[Failure], *, num_processes: int | None, log
         )
     if first.rank is None:
         return f"accelfn launch: the processes could not be started:\n  {first.text}"
-    of = f" of {num_processes}" if num_processes else ""
     on = f" on {first.host}" if first.host else ""
     after = f" after {first.attempt} restart{'s' if first.attempt > 1 else ''}" if first.attempt else ""
     text = first.text.splitlines()
     end = ":" if text or first.frames else "."
     hint = " (possibly out of memory)" if first.exitcode == -9 and not text else ""
-    lines = [
-        f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {describe_exit(first.exitcode)}{hint}{end}"
-    ]
+    who, how = f"rank {first.rank} of {num_processes}", describe_exit(first.exitcode)
+    lines = [f"accelfn launch: {who} failed{on}{after}, {how}{hint}{end}"]
     if len(text) > _MAX_LINES:
         text = [*text[: _MAX_LINES - 1], f"... ({len(text) - _MAX_LINES + 1} more lines)"]
     lines += [f"  {line}" for line in text]
-    frames = () if _is_traceback_above(first, failures, log_dir) else first.frames[-_MAX_FRAMES:]
+    frames = () if _is_traceback_above(first, failures, has_logs=has_logs) else first.frames[-_MAX_FRAMES:]
     if frames and len(frames) < len(first.frames):
         lines.append(f"    ... ({len(first.frames) - len(frames)} frames)")
     for path, line, function, source in frames:
         where = f"{path}:{line}" + (f" in {function}" if function else "")
         lines.append(f"    {where}: {source}" if source else f"    {where}")
-    same: list[str] = []
-    later: list[str] = []
-    for failure in sorted(failures, key=lambda failure: failure.rank or 0):
-        is_stopped = not failure.kind and failure.exitcode in (
-            -signal.SIGTERM,
-            -getattr(signal, "SIGKILL", 9),
-        )
-        if failure is not first and failure.rank is not None and not is_stopped:
-            (same if _is_same(failure, first) else later).append(str(failure.rank))
+    stops = (-signal.SIGTERM, -getattr(signal, "SIGKILL", 9))
+    others = [
+        failure
+        for failure in sorted(failures, key=lambda failure: failure.rank or 0)
+        if failure is not first
+        and failure.rank is not None
+        and (failure.kind or failure.exitcode not in stops)
+    ]
+    same = [str(failure.rank) for failure in others if _is_same(failure, first)]
+    later = [str(failure.rank) for failure in others if not _is_same(failure, first)]
     lines += [f"  same failure: rank {', '.join(same)}"] if same else []
     lines += [f"  failed later: rank {', '.join(later)}"] if later else []
-    if first.elsewhere:
-        lines.append(f"  logs: on {first.host}" if first.host else "  logs: on that machine")
-    else:
-        lines.append(f"  logs: {log_dir or 'above; use --log_dir DIR --tee 3 to keep one per rank'}")
+    logs = first.log_dir if has_logs else "above; use --log_dir DIR --tee 3 to keep one per rank"
+    lines.append(f"  logs: {f'on {first.host}' if first.elsewhere else logs}")
     return "\n".join(lines)
 
 
-def _is_traceback_above(first: Failure, failures: Sequence[Failure], log_dir: str | None) -> bool:
+def _is_traceback_above(first: Failure, failures: Sequence[Failure], *, has_logs: bool) -> bool:
     """Return whether the only traceback in the output above is that of the first failure."""
     has_printed = first.kind not in ("", "SystemExit", *_WITHOUT_TRACEBACK) and not first.elsewhere
     others = (failure for failure in failures if failure.kind not in ("", *_WITHOUT_TRACEBACK))
-    return has_printed and log_dir is None and all(_is_same(failure, first) for failure in others)
+    return has_printed and not has_logs and all(_is_same(failure, first) for failure in others)
 
 
 def _is_same(failure: Failure, first: Failure) -> bool:

@@ -1,4 +1,4 @@
-"""Run a script as Python does, and record its exception for the report.
+"""Run a script as Python does, and record its exception in torch's error file, for the report.
 
 Usage: ``python worker.py [-m] script arguments``. Before the script runs, this file is removed from
 ``sys.path``, ``sys.argv`` and ``__main__``. With ``--exec`` in place of ``-m``, the script is any program,
@@ -12,6 +12,7 @@ import sys
 import time
 from types import CodeType, ModuleType, TracebackType
 
+_Frame = tuple[str, int, str, str]
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
 _THREADS_END_S = 0.05
@@ -30,7 +31,7 @@ def main() -> None:
     is_module = sys.argv[1] == "-m"
     script = sys.argv[2 if is_module else 1]
     pid = os.getpid()
-    _write({"pid": pid}, "started")
+    _announce()
     atexit.register(_wait_for_threads)  # first, so that it runs last
     try:
         if script == "--exec":
@@ -161,16 +162,10 @@ def _print_exception(error: BaseException, trace: TracebackType | None) -> None:
 
 def _print_interrupt(stop: KeyboardInterrupt) -> None:
     """Print in one line where the script was interrupted, since every rank does so."""
-    import traceback
-
-    frames = [(frame, line) for frame, line in traceback.walk_tb(_strip(stop.__traceback__))]
-    users = [(frame, line) for frame, line in frames if _is_users(frame.f_code.co_filename)] or frames
-    where = "".join(
-        f" at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in users[-1:]
-    )
+    frames, own = _read_frames(_strip(stop.__traceback__))
+    places = [f" at {path}:{line} in {function}" for path, line, function, _ in own or frames]
     rank = os.environ.get("RANK")
-    who = f"rank {rank}" if rank else "the script"
-    _print_line(f"{who} was interrupted{where}.")
+    _print_line(f"{f'rank {rank}' if rank else 'the script'} was interrupted{''.join(places[-1:])}.")
 
 
 def _print_line(line: str) -> None:
@@ -181,47 +176,44 @@ def _print_line(line: str) -> None:
 
 
 def _record(error: BaseException) -> bool:
-    """Write the exception for the report. Return whether this rank is the first with this exception."""
-    import linecache
+    """Write the exception into torch's error file. Return whether this rank is the first with this exception.
+
+    What the launcher reports of it stands beside what torch reads.
+    """
+    import json
     import traceback
 
     trace = _strip(error.__traceback__)
-    frames: list[dict[str, object]] = []
+    frames, own = _read_frames(trace)
+    if isinstance(error, SyntaxError) and error.filename:
+        own.append((error.filename, error.lineno or 0, "", ""))
+    text, status = "".join(traceback.format_exception_only(type(error), error)).strip(), 1
+    if isinstance(error, SystemExit):  # the program has reported its error
+        text, status = ("", error.code) if isinstance(error.code, int) else (str(error.code), 1)
+        frames = own
+    time_s = time.time()
+    facts = {"kind": _kind(error), "text": text[:_MAX_TEXT], "status": status & 0xFF, "time_s": time_s}
+    more = {
+        "py_callstack": "".join(traceback.format_exception(type(error), error, trace)),
+        "timestamp": str(int(time_s)),
+        "accelfn": {**facts, "frames": own or frames},
+    }
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        _write(path, json.dumps({"message": {"message": text, "extraInfo": more}}))
+    return _is_first(repr((type(error).__name__, text, [frame[:2] for frame in own])))
+
+
+def _read_frames(trace: TracebackType | None) -> tuple[list[_Frame], list[_Frame]]:
+    """Return file, line, function and source of all frames, the innermost last, and of the user's."""
+    import linecache
+    import traceback
+
+    frames: list[_Frame] = []
     for frame, line in list(traceback.walk_tb(trace))[-_MAX_FRAMES:]:
         path = frame.f_code.co_filename
-        frames.append(
-            {
-                "file": path,
-                "line": line,
-                "function": frame.f_code.co_name,
-                "source": linecache.getline(path, line).strip()[:200],
-                "own": _is_users(path),
-            }
-        )
-    if isinstance(error, SystemExit):
-        code = error.code
-        text = "" if isinstance(code, int) else str(code)
-        status = code if isinstance(code, int) else 1
-    else:
-        status = 1
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
-    if isinstance(error, SyntaxError) and error.filename:
-        frames.append(
-            {"file": error.filename, "line": error.lineno or 0, "function": "", "source": "", "own": True}
-        )
-    _write(
-        {
-            "kind": _kind(error),
-            "text": text[:_MAX_TEXT],
-            "status": status,
-            "frames": frames,
-            "time_s": time.time(),
-            "pid": os.getpid(),
-        },
-        "failed",
-    )
-    users = [(frame["file"], frame["line"]) for frame in frames if frame["own"]]
-    return _is_first(repr((type(error).__name__, text, users)))
+        frames.append((path, line, frame.f_code.co_name, linecache.getline(path, line).strip()[:200]))
+    return frames, [frame for frame in frames if _is_users(frame[0])]
 
 
 def _is_first(key: str) -> bool:
@@ -249,33 +241,25 @@ def _is_users(path: str) -> bool:
     if not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
         return False
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    folders.add(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    folders.add(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return not path.startswith("<") and not any(
         path.startswith(folder + os.sep) for folder in folders if folder
     )
 
 
-def _write(facts: dict[str, object], event: str) -> None:
-    folder = os.environ.get("ACCELFN_RUN_DIR", "")
-    if not os.path.isdir(folder):
-        return  # the folder is on another machine, or the launcher has ended
-    import json
-    import socket
+def _announce() -> None:
+    """Tell the launcher the process ID, and where torch's error file is."""
+    rank, attempt = (os.environ.get(name, "0") for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    folder = os.environ.get("ACCELFN_RUN_DIR")  # which may be on another machine, or removed
+    if folder:
+        path = os.path.join(folder, f"started.{rank}.{attempt}.{os.getpid()}")
+        _write(path, os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
 
-    rank = next(
-        (
-            os.environ[name]
-            for name in ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
-            if os.environ.get(name)
-        ),
-        "0",
-    )
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    facts = {"rank": int(rank), "attempt": int(attempt), "host": socket.gethostname(), **facts}
-    path = os.path.join(folder, f"{event}.{rank}.{attempt}.json")
+
+def _write(path: str, text: str) -> None:
     try:
         with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(facts, file)
+            file.write(text)
         os.replace(f"{path}.part", path)
     except OSError:
         pass  # an error of this file would hide the user's

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,11 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented
+from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented
 
 from accelfn.context.failure import Loss, MessageBoard, announce_loss, losses_from, store_board
-from accelfn.launch.run import elastic_agents
-from accelfn.launch.run.slots import plan_slots
+from accelfn.launch.elastic import run_slots
 from tests.launch.processes import environment, free_port, is_alive, wait_for
 
 pytestmark = pytest.mark.slow  # each launcher loads torch
@@ -168,9 +166,13 @@ def test_without_an_end_of_the_training_the_first_failure_counts(launch: Callabl
             "  ValueError: no such batch",
         ],
     )
-    logs = {path.relative_to(one.folder).parts[2:] for path in one.folder.glob("logs/none_*/*/*/*.log")}
-    kept = {("0", "stdout.log"), ("0", "stderr.log"), ("1", "stderr.log")}
-    assert logs == {(f"attempt_{attempt}", *parts) for parts in kept for attempt in (0, 1)}
+    assert lines[-1].startswith("  logs: logs/rank_1/none_")
+    assert lines[-1].endswith("/attempt_1")
+    logs = [path.relative_to(one.folder).parts for path in one.folder.glob("logs/*/none_*/*/0/*.log")]
+    kept = {("rank_0", "stdout.log"), ("rank_0", "stderr.log"), ("rank_1", "stderr.log")}
+    assert {(rank, attempt, name) for _, rank, _, attempt, _, name in logs} == {
+        (rank, f"attempt_{attempt}", name) for rank, name in kept for attempt in (0, 1)
+    }
 
 
 def test_processes_that_go_on_after_the_end_are_stopped(launch: Callable[..., Launch]) -> None:
@@ -331,24 +333,14 @@ def test_a_script_without_elastic_training(launch: Callable[..., Launch], tmp_pa
     assert sorted(path.name for path in tmp_path.glob("* on *")) == ["2 on 0", "2 on 1"]
 
 
-class Lost(dict[int, str]):
-    """Lost machines, of which two threads read at the same time."""
-
-    def keys(self) -> Any:
-        return self
-
-    def __sub__(self, known: set[int]) -> set[int]:
-        new = {*self} - known
-        time.sleep(0.1)
-        return new
-
-
-def test_a_lost_machine_is_reported_once_though_every_agent_reads_of_it() -> None:
-    reports: list[str] = []
-    machines: Any = SimpleNamespace(lost=lambda: Lost({1: "machine 1"}))
-    make: Any = vars(elastic_agents)["_Training"]
-    training = make(HashStore(), plan_slots(2, 1, 0), 1.0, machines, lambda: 0, reports.append)
-    with ThreadPoolExecutor(2) as pool:
-        polls = [pool.submit(training.poll) for _ in range(2)]
-    assert [poll.result() for poll in polls] == [False, False]
-    assert reports == ["the launcher on machine 1 was killed, or the machine is down"]
+def test_a_process_that_cannot_be_started_has_failed(tmp_path: Path) -> None:
+    place = {"nnodes": "1", "nproc_per_node": "2", "node_rank": 0, "rdzv_endpoint": "127.0.0.1:0"}
+    logs = {"role": "r", "log_dir": str(tmp_path), "redirects": "0", "tee": "0"}
+    options = SimpleNamespace(**place, **logs, max_restarts=0, monitor_interval=0.1)
+    command = (str(tmp_path / "nothing"),)
+    more: dict[str, Any] = {"heartbeat_timeout_s": 1.0, "machines": None, "report": len}
+    with ThreadPoolExecutor(1) as pool:  # where torch installs no handlers of signals
+        failures = pool.submit(run_slots, options, command, **more).result(60)
+    assert failures is not None
+    assert [(failure.rank, failure.exitcode) for failure in failures] == [(0, 1), (1, 1)]
+    assert failures[0].text.startswith("could not be started: [Errno 2]")

@@ -1,13 +1,14 @@
 """A script under the bootstrap behaves as under Python itself; what goes wrong in it is kept."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accelfn.launch.run import worker
+from accelfn.launch import worker
 from tests.launch.processes import environment
 
 WORKER = str(Path(worker.__file__))
@@ -94,29 +95,35 @@ def test_a_module_that_is_not_there(tmp_path: Path) -> None:
     assert "No module named absent_module" in done.stderr
 
 
-def test_the_exception_is_recorded(tmp_path: Path) -> None:
+def test_the_exception_is_in_torchs_error_file(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text(FAILS)
-    box = tmp_path / "box"
+    box, error_file = tmp_path / "box", tmp_path / "error.json"
     box.mkdir()
-    variables = {"ACCELFN_RUN_DIR": str(box), "RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
-    done = run(tmp_path, WORKER, "s.py", **variables)
+    variables = {"RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    done = run(tmp_path, WORKER, "s.py", ACCELFN_RUN_DIR=str(box), **variables)
     assert done.returncode == 1
-    assert json.loads((box / "started.3.2.json").read_text())["rank"] == 3
-    kept = json.loads((box / "failed.3.2.json").read_text())
-    assert (kept["kind"], kept["text"], kept["attempt"]) == ("ValueError", "ValueError: no é", 2)
-    assert [(f["line"], f["function"], f["own"]) for f in kept["frames"]] == [
-        (6, "<module>", True),
-        (5, "outer", True),
-        (3, "deep", True),
+    (started,) = box.glob("started.3.2.*")
+    assert started.read_text() == str(error_file)
+    read = ProcessFailure(local_rank=0, pid=int(started.suffix[1:]), exitcode=1, error_file=str(error_file))
+    message: Any = read.message
+    assert message["message"] == "ValueError: no é"
+    facts = message["extraInfo"]["accelfn"]
+    assert int(facts["time_s"]) == read.timestamp
+    assert (facts["kind"], facts["text"], facts["status"]) == ("ValueError", "ValueError: no é", 1)
+    path = str(tmp_path / "s.py")
+    assert [frame[:3] for frame in facts["frames"]] == [
+        [path, 6, "<module>"],
+        [path, 5, "outer"],
+        [path, 3, "deep"],
     ]
-    assert kept["frames"][-1]["source"] == 'raise ValueError(f"no {x}")'
+    assert facts["frames"][-1][3] == 'raise ValueError(f"no {x}")'
 
 
 def test_a_forked_child_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("import os\nif os.fork() == 0: 1/0\nos.wait()\n")
-    done = run(tmp_path, WORKER, "s.py", ACCELFN_RUN_DIR=str(tmp_path))
-    assert done.returncode == 0
-    assert not list(tmp_path.glob("failed*"))
+    error_file = tmp_path / "error.json"
+    assert run(tmp_path, WORKER, "s.py", TORCHELASTIC_ERROR_FILE=str(error_file)).returncode == 0
+    assert not error_file.exists()
 
 
 def test_the_bootstrap_imports_next_to_nothing(tmp_path: Path) -> None:
