@@ -13,6 +13,7 @@ from typing_extensions import NamedTuple, TypeIs
 
 from accelfn.comm import Call, broadcast, catch, check, check_replicas
 from accelfn.context import Collectives, Context, World
+from accelfn.data import Window
 from accelfn.parallel.norm import clip_tensors_
 from accelfn.parallel.strategies.compilation import not_compiled
 from accelfn.training.loss import Loss, read_loss
@@ -107,7 +108,7 @@ def pure_step(
     loss_fn: Callable[[Params, Batch], torch.Tensor | Loss],
     optimizer: PureOptimizer,
     max_norm: float | None,
-) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]:
+) -> Callable[[PureTrainState[Params], Batch | Window[Batch]], tuple[PureTrainState[Params], StepMetrics]]:
     """Build the step; see :func:`accelfn.make_train_step`."""
     update = _without_writing(optimizer.update)
     scales, skips = ctx.precision.scales_loss, may_skip(ctx)
@@ -121,7 +122,9 @@ def pure_step(
     def loss_of(params: Params, batch: Batch) -> Loss:
         return read_loss(ctx, "make_train_step", loss_fn(params, batch))
 
-    def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
+    def step(
+        state: PureTrainState[Params], batch: Batch | Window[Batch]
+    ) -> tuple[PureTrainState[Params], StepMetrics]:
         if not isinstance(cast("object", state), PureTrainState):
             raise TypeError(
                 f"the train step over pytrees takes a PureTrainState, got {type(state).__name__}. Create the "
@@ -137,7 +140,8 @@ def pure_step(
             return [_piece_of(own, loss_of, state, piece, 1, rows) for piece in pieces]
 
         if is_exact:
-            window = _Window(*not_compiled(average_in_order)(ctx, compute_each))
+            by_place = isinstance(batch, Window)
+            window = _Window(*not_compiled(average_in_order)(ctx, compute_each, by_place=by_place))
         elif ctx.num_processes == 1:
             window = compute()
         else:
