@@ -9,6 +9,7 @@ from accelfn import context as context
 from accelfn import data as data
 from accelfn import elastic as elastic
 from accelfn import errors as errors
+from accelfn import keys as keys
 from accelfn import launch as launch
 from accelfn import parallel as parallel
 from accelfn import storage as storage
@@ -138,6 +139,8 @@ from accelfn.data import skip_first_batches as skip_first_batches
 from accelfn.data import windows as windows
 from accelfn.elastic import remember as remember
 from accelfn.elastic import run_elastic as run_elastic
+from accelfn.keys import fold_in as fold_in
+from accelfn.keys import key as key
 from accelfn.launch.functions import debug_launcher as debug_launcher
 from accelfn.launch.functions import launch_processes as launch_processes
 from accelfn.launch.functions import notebook_launcher as notebook_launcher
@@ -177,6 +180,7 @@ from accelfn.tracking import log_images as log_images
 from accelfn.tracking import log_table as log_table
 from accelfn.tracking import profile as profile
 from accelfn.tracking import tqdm as tqdm
+from accelfn.training import FunctionalOptimizer as FunctionalOptimizer
 from accelfn.training import LocalSGDState as LocalSGDState
 from accelfn.training import Loss as Loss
 from accelfn.training import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
@@ -191,11 +195,14 @@ from accelfn.training import average_parameters as average_parameters
 from accelfn.training import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from accelfn.training import backward as backward
 from accelfn.training import clear_device_cache as clear_device_cache
+from accelfn.training import clip_by_global_norm as clip_by_global_norm
 from accelfn.training import clip_grad_norm_ as clip_grad_norm_
 from accelfn.training import clip_grad_value_ as clip_grad_value_
+from accelfn.training import ema_update as ema_update
 from accelfn.training import find_executable_batch_size as find_executable_batch_size
 from accelfn.training import forward as forward
 from accelfn.training import forward_backward as forward_backward
+from accelfn.training import functional as functional
 from accelfn.training import gather_across_data_parallel_groups as gather_across_data_parallel_groups
 from accelfn.training import init_scaler as init_scaler
 from accelfn.training import init_train_state as init_train_state
@@ -203,6 +210,7 @@ from accelfn.training import join_uneven_inputs as join_uneven_inputs
 from accelfn.training import local_sgd_step as local_sgd_step
 from accelfn.training import lomo_backward as lomo_backward
 from accelfn.training import make_train_step as make_train_step
+from accelfn.training import masked as masked
 from accelfn.training import no_sync as no_sync
 from accelfn.training import optimizer_step as optimizer_step
 from accelfn.training import prepare as prepare

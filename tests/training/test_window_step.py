@@ -101,7 +101,7 @@ def test_batches_of_a_window_count_by_their_rows() -> None:
             tuple(micro for _, micro in af.microbatches(ctx, [0, 1])),
         )
         _, metrics = step(af.init_train_state(ctx, optimizer), window)
-        return float(metrics.loss), float(af.unwrap_model(model).weight.detach())
+        return float(metrics.loss), float(weights(model))
 
     for size in (1, 2):
         assert run_ranks(train, size, gradient_accumulation_steps=2) == [(2.0, -1.0)] * size
