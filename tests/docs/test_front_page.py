@@ -57,9 +57,9 @@ def run(program: str, ctx: af.Context, folder: Path, kill_at: int | None = None)
         "loader": DataLoader(data, batch_size=2, shuffle=True),
     }
     if "init_context" not in program:  # the second level goes on with what the first has prepared
-        names = ("model", "optimizer", "loader")
-        prepared = af.prepare(ctx, *(objects[name] for name in names))
-        objects.update(zip(names, prepared, strict=True))
+        kinds = ("model", "optimizer", "loader")
+        prepared = af.prepare(ctx, *(objects[kind] for kind in kinds))
+        objects.update(zip(kinds, prepared, strict=True))
     num_steps = 0
 
     class Opened:
