@@ -71,7 +71,9 @@ from accelfn.comm import on_main_process as on_main_process
 from accelfn.comm import on_process as on_process
 from accelfn.comm import pad_across_processes as pad_across_processes
 from accelfn.comm import permute as permute
+from accelfn.comm import pmean as pmean
 from accelfn.comm import print_once as print_once
+from accelfn.comm import psum as psum
 from accelfn.comm import reduce as reduce
 from accelfn.comm import reduce_scatter as reduce_scatter
 from accelfn.comm import scatter as scatter

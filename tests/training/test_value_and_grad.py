@@ -69,7 +69,9 @@ def test_a_loss_with_its_weight_and_aux_is_averaged(weighted: bool, exact: bool)
 
 
 def test_aux_of_a_loss_that_is_no_number_is_named() -> None:
-    step: Any = af.value_and_grad(Context(), lambda params: af.Loss(cast("Any", params).sum(), aux={"a": "b"}))
+    step: Any = af.value_and_grad(
+        Context(), lambda params: af.Loss(cast("Any", params).sum(), aux={"a": "b"})
+    )
     with pytest.raises(TypeError, match=r"aux\['a'\] is of type str, which can't be averaged"):
         step(torch.ones(1))
 
