@@ -57,7 +57,8 @@ def value_and_grad(
         mapped: by backward and ``torch.func``, on all ranks alike.
 
     Raises:
-        ConfigurationError: Ranks share sequences, and their means are over different numbers of tokens.
+        ConfigurationError: (when called) Ranks share sequences, and the loss has no weight: their means are
+            over different numbers of tokens.
         TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of
             shape ``()``.
         ValueError: (when called) In exact mode, the batch can't be split into equal microbatches.
@@ -68,7 +69,6 @@ def value_and_grad(
     >>> step({"w": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])})
     """
-    check_means(ctx, "value_and_grad")
 
     def call(params: Params, /, *args: P.args, **kwargs: P.kwargs) -> tuple[V, Params]:
         leaves, structure = flatten(params)
@@ -85,7 +85,7 @@ def value_and_grad(
         if is_mapped:
             leaves = keep(ctx, "value_and_grad", leaves)
         grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
-        tensors = [*_averaged_parts(value), *grads]
+        tensors = [*_averaged_parts(ctx, value), *grads]
         if is_mapped:
             tensors = average_differentiably(ctx.tagged("value_and_grad"), "value_and_grad", tensors)
         elif ctx.num_processes > 1:
@@ -116,9 +116,11 @@ def _gradients(
     return grads, form.unflatten(found)
 
 
-def _averaged_parts(value: Any) -> list[torch.Tensor]:
+def _averaged_parts(ctx: Context, value: Any) -> list[torch.Tensor]:
     """List what is averaged of the result of ``loss_fn``: the loss, and of a Loss its weight and ``aux``."""
     loss = _loss_of(value)
+    if not isinstance(value, Loss) or value.weight is None:
+        check_means(ctx, "value_and_grad")
     if not isinstance(value, Loss):
         return [loss]
     check_loss("value_and_grad", value.value, value.weight, needs_gradient=False)
@@ -159,7 +161,7 @@ def _exactly(
         )
     microbatches, error = catch(lambda: split_into_microbatches(ctx, (args, kwargs)))
     results = [_gradients(ctx, loss_fn, leaves, structure, *microbatch) for microbatch in microbatches or ()]
-    tensors = [[*_averaged_parts(value), *grads] for grads, value in results]
+    tensors = [[*_averaged_parts(ctx, value), *grads] for grads, value in results]
     means = mean_of_microbatches(ctx.tagged("value_and_grad"), tensors, error)
     value = results[0][1]
     if _is_pair(value):
