@@ -171,3 +171,14 @@ def test_drawn_programs_find_the_feature_that_is_wrong_on_several_ranks() -> Non
     report = runpy.run_path(str(EXAMPLES / "programs.py"))["look"]()
     (shrunk,) = report.findings
     assert (shrunk.program["scaled"], shrunk.verdict.kind) == (True, "different")
+
+
+@pytest.mark.slow
+def test_the_transformer_of_functions_is_the_same_on_any_number_of_ranks() -> None:
+    train = runpy.run_path(str(EXAMPLES / "functions.py"))["train"]
+    ((whole,), *others) = (run_ranks(train, size) for size in (1, 2, 4))
+    assert whole[-1][1] > 0.95
+    assert len(whole) == 6
+    for found in (one for ranks in others for one in ranks):
+        for left, right in zip(found, whole, strict=True):
+            assert left == pytest.approx(right, rel=0.02, abs=2e-3)

@@ -36,7 +36,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # From the ground up; packages in one row may not import each other.
 FLOORS = (
-    ("errors", "devices", "svg", "lazy"),
+    ("errors", "devices", "svg", "lazy", "keys"),
     ("storage",),
     ("context",),
     ("tree",),

@@ -37,7 +37,7 @@ def test_every_name_resolves_to_what_its_home_has() -> None:
 
 def test_dir_lists_the_public_names_and_the_sub_packages() -> None:
     folders = {path.parent.name for path in ROOT.parent.glob("*/__init__.py")}
-    assert {*folders, "config", "errors"} == set(PACKAGES)
+    assert {*folders, "config", "errors", "keys"} == set(PACKAGES)
 
 
 def attempt(code: str) -> str:

@@ -43,6 +43,8 @@ from accelfn.comm.shards import (
     all_gather as all_gather,
     all_to_all as all_to_all,
     permute as permute,
+    pmean as pmean,
+    psum as psum,
     reduce_scatter as reduce_scatter,
     shard as shard,
     unshard as unshard,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch.autograd import forward_ad
 
-from accelfn.comm.agreement import Call, check
+from accelfn.comm.agreement import Call, beneath_transforms, check
 from accelfn.comm.tensors import reduce
 from accelfn.comm.transfer import ALONE_BYTES, REDUCED_HERE, all_gather_rows, combine
 from accelfn.context import Context
@@ -82,17 +82,16 @@ def apply_move(move: Move, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]
     Ranks: every rank of the move's context, with the same leaves differentiated.
 
     Raises:
-        NotAvailableError: ``torch.func.vmap`` maps over a leaf.
+        NotAvailableError: ``torch.func.vmap`` maps over a leaf of a move between places.
     """
-    if any(map(_is_batched, leaves)):
+    if any(map(_is_batched, leaves)) and not move.is_elementwise:
         raise _vmap_error(move)
-    tracked = [index for index, leaf in enumerate(leaves) if is_differentiated(leaf)]
-    if not tracked:
-        return move.run(leaves)
+    tracked = [index for index, leaf in enumerate(leaves) if is_differentiated(leaf) or _is_batched(leaf)]
     # Separately: integers have no gradients, and those of frozen leaves must not be sent.
     frozen = [index for index in range(len(leaves)) if index not in set(tracked)]
-    results = _run_differentiable(move.take(tracked), [leaves[index] for index in tracked])
-    frozen_results = move.take(frozen).run([leaves[index] for index in frozen])
+    results = _run_differentiable(move.take(tracked), [leaves[index] for index in tracked]) if tracked else ()
+    with beneath_transforms():
+        frozen_results = move.take(frozen).run([leaves[index] for index in frozen]) if frozen else []
     by_index = dict(zip((*tracked, *frozen), (*results, *frozen_results), strict=True))
     return [by_index[index] for index in range(len(leaves))]
 
@@ -173,17 +172,22 @@ class Total(Move):
 
     Attributes:
         divisor: Of the sum.
+        is_shared: Whether the result is one value that all ranks use identically, so that their gradients are
+            equal; otherwise each rank's gradient is a part of it.
     """
 
     is_elementwise = True
     divisor: int = 1
+    is_shared: bool = True
 
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Reduce."""
         return reduce(self.ctx, list(leaves), "sum" if self.divisor == 1 else "mean")
 
     def back(self) -> Move:
-        """Keep the gradient, which is the same on all ranks."""
+        """Keep the gradient, which is the same on all ranks; or sum the parts of it."""
+        if not self.is_shared:
+            return self
         return Keep(ctx=self.ctx, operation=self.operation, plans=(), divisor=self.divisor)
 
 

@@ -1,4 +1,4 @@
-"""Differentiable collectives on trees: shard, unshard, all_gather, reduce_scatter, all_to_all, permute.
+"""Differentiable collectives on trees: shard, unshard, psum, all_gather, reduce_scatter, all_to_all, permute.
 
 A dimension of length ``n`` is split as evenly as possible: the first ``n % P`` of ``P`` ranks get one row
 more than the others, as in :func:`accelfn.split_between_processes`. All leaves of one dtype are sent in one
@@ -22,6 +22,7 @@ from accelfn.comm.moves import (
     Pieces,
     Split,
     SumPieces,
+    Total,
     apply_move,
     is_differentiated,
 )
@@ -171,12 +172,8 @@ def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduc
         if reduction not in ("sum", "mean"):
             raise ValueError(f"reduce_scatter: reduction must be 'sum' or 'mean', got {reduction!r}.")
         flat = _flatten_tensors("reduce_scatter", tree, dim)
-        for index, leaf in enumerate(flat.leaves):
-            if reduction == "mean" and not (leaf.is_floating_point() or leaf.is_complex()):
-                raise TypeError(
-                    f"reduce_scatter: {flat.structure.paths()[index]} has dtype {leaf.dtype}, which can't "
-                    "represent a mean. Convert it with .float(), or use reduction='sum'."
-                )
+        if reduction == "mean":
+            _check_means("reduce_scatter", flat, "reduction='sum'")
         return flat
 
     def sum_pieces(ctx: Context, flat: _FlatTree, lengths: _Lengths) -> Move:
@@ -185,6 +182,58 @@ def reduce_scatter(ctx: Context, tree: T, axis: Axis = None, dim: int = 0, reduc
 
     options = f"dim={dim} reduction={reduction!r}"
     return _operate(ctx, "reduce_scatter", axis, tree, options, prepare, sum_pieces)
+
+
+@takes_context
+def psum(ctx: Context, tree: T, axis: Axis = None) -> T:
+    """Sum each tensor over all ranks, on every rank.
+
+    As :func:`accelfn.reduce`, but with gradients: backward sums the gradients of all ranks. So with a loss on
+    each rank, the gradient is that of the sum of the losses.
+
+    Ranks: every rank of ``ctx`` along ``axis``, with trees of the same structure, shapes and dtypes.
+
+    Args:
+        ctx: The ranks.
+        tree: Tensors of any dtype; ``None`` stays ``None``.
+        axis: Axis of the mesh, or several; None: all ranks.
+
+    Returns:
+        The same types. New memory if ``P > 1``; with one rank the tree itself.
+
+    Raises:
+        TypeError: A leaf isn't a dense tensor.
+        ConfigurationError: The mesh has no such axis.
+        MismatchError: The trees differ between ranks.
+
+    >>> from accelfn.testing import run_ranks
+    >>> run_ranks(lambda ctx: psum(ctx, torch.tensor(ctx.rank + 1.0)), 2)
+    [tensor(3.), tensor(3.)]
+    """
+    return _total(ctx, "psum", axis, tree)
+
+
+@takes_context
+def pmean(ctx: Context, tree: T, axis: Axis = None) -> T:
+    """Average each tensor over all ranks, on every rank: :func:`psum` divided by the number of ranks.
+
+    Ranks: every rank of ``ctx`` along ``axis``, with trees of the same structure, shapes and dtypes.
+
+    Args:
+        ctx: The ranks.
+        tree: Floating-point or complex tensors; ``None`` stays ``None``.
+        axis: Axis of the mesh, or several; None: all ranks.
+
+    Raises:
+        TypeError: A leaf isn't a dense tensor, or can't represent a mean.
+        ConfigurationError: The mesh has no such axis.
+        MismatchError: The trees differ between ranks.
+
+    >>> from accelfn.testing import run_ranks
+    >>> run_ranks(lambda ctx: pmean(ctx, torch.tensor(ctx.rank + 1.0)), 2)
+    [tensor(1.5000), tensor(1.5000)]
+    """
+    return _total(ctx, "pmean", axis, tree)
 
 
 @takes_context
@@ -338,6 +387,30 @@ def _operate(
         check(ctx, call, error)
     flat = unwrap(flat, error)
     return flat.structure.unflatten(apply_move(plan(ctx, flat, lengths), flat.leaves))
+
+
+def _total(ctx: Context, operation: str, axis: Axis, tree: T) -> T:
+    def prepare(ctx: Context) -> _FlatTree:
+        flat = _flatten_tensors(operation, tree, None)
+        if operation == "pmean":
+            _check_means(operation, flat, "psum")
+        return flat
+
+    def add(ctx: Context, flat: _FlatTree, lengths: _Lengths) -> Move:
+        divisor = ctx.num_processes if operation == "pmean" else 1
+        plans = (None,) * len(flat.leaves)
+        return Total(ctx=ctx, operation=operation, plans=plans, divisor=divisor, is_shared=False)
+
+    return _operate(ctx, operation, axis, tree, "", prepare, add)
+
+
+def _check_means(operation: str, flat: _FlatTree, instead: str) -> None:
+    for index, leaf in enumerate(flat.leaves):
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"{operation}: {flat.structure.paths()[index]} has dtype {leaf.dtype}, which can't represent "
+                f"a mean. Convert it with .float(), or use {instead}."
+            )
 
 
 def _join(ctx: Context, operation: str, axis: Axis, tree: T, dim: int, *, is_shared: bool) -> T:

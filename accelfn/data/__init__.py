@@ -17,6 +17,7 @@ from accelfn.data.order import Order, permute, read_order
 from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
 from accelfn.data.resume import LoaderState
 from accelfn.data.sequence import gather_sequence, shard_sequence
+from accelfn.data.windows import Window, num_steps, windows
 from accelfn.lazy import find_name as _find_name
 from accelfn.lazy import list_names as _list_names
 
@@ -31,6 +32,7 @@ __all__ = (
     "Order",
     "PreparedDataLoader",
     "Uneven",
+    "Window",
     "data_rank",
     "draw_plan",
     "draw_plan_svg",
@@ -40,6 +42,7 @@ __all__ = (
     "loader_state",
     "microbatches",
     "next_plan",
+    "num_steps",
     "permute",
     "plan_epoch",
     "plan_microbatch",
@@ -48,6 +51,7 @@ __all__ = (
     "restore_loader",
     "shard_sequence",
     "skip_first_batches",
+    "windows",
 )
 
 _LAZY = _MappingProxyType({"accelfn.data.picture": ("draw_plan", "draw_plan_svg")})

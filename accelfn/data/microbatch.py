@@ -212,8 +212,9 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             f"data with a length, and sync_with_dataloader=True: got windows of {windows.num_steps} batches. "
             'Use windows of 1 batch, or uneven="pad".'
         )
+    whole = passes.reader.count() if passes is not None and before else None
     steps = (
-        _with_known_counts(ctx, begun, begun.counts, epoch, uneven)
+        _with_known_counts(ctx, begun, begun.counts, epoch, uneven, whole)
         if begun.counts
         else _by_window(ctx, begun, uneven)
     )
@@ -277,9 +278,17 @@ def _begin_unprepared(ctx: Context, loader: Iterable[T], uneven: Uneven) -> tupl
 
 
 def _with_known_counts(
-    ctx: Context, begun: EpochPass[T], counts: tuple[int, ...], epoch: int, uneven: Uneven
+    ctx: Context,
+    begun: EpochPass[T],
+    counts: tuple[int, ...],
+    epoch: int,
+    uneven: Uneven,
+    whole: int | None = None,
 ) -> Iterator[_Step[T]]:
     """Yield the batches of a pass whose number is known on every rank.
+
+    Of a pass that resumes within an epoch, ``whole`` is the number of batches in it: windows that continue in
+    the next epoch continue in it too.
 
     With ``"join"`` each rank yields all its own, and all windows close whenever a rank ends: a window that
     stayed open on a rank without batches would lose its gradients, and ranks whose windows closed at
@@ -295,13 +304,16 @@ def _with_known_counts(
             batches = _repeat_latest(batches, number, begun.info_at)
     elif uneven != "join":
         number = min(counts)
+    before = 0 if whole is None or ends_window else whole - own
     ends = sorted(set(counts)) if uneven == "join" else [number]
     index, place, window, start = -1, 0, 1, 0
     for index, (batch, info) in enumerate(islice(batches, number)):
         if index == ends[0]:
             start = ends.pop(0)
         if steps > 1:
-            place, window = _window_position(index - start, epoch, ends[0] - start, steps, ends_window)
+            place, window = _window_position(
+                before + index - start, epoch, before + ends[0] - start, steps, ends_window
+            )
         yield batch, info, place, window, index == number - 1
     with failing_together(ctx, "microbatches"):
         # Read to its end, as any other loop would: what follows would be lost, or is refused by its reader.

@@ -85,6 +85,11 @@ class Passes(Generic[T]):
         """Epoch of the pass that is in progress or was left early, otherwise of the next pass."""
         return self.position.epoch
 
+    @property
+    def next_epoch(self) -> int:
+        """Epoch of the next pass: that of the position, unless a pass over it was left early."""
+        return self.position.epoch + self.position.in_progress
+
     def state(self) -> LoaderState:
         """Return the position; see :func:`accelfn.loader_state`."""
         return self.position.held or self._read_position()

@@ -20,6 +20,13 @@ from accelfn.training.backward import (
     forward_backward as forward_backward,
     lomo_backward as lomo_backward,
 )
+from accelfn.training.functional_optimizers import (
+    FunctionalOptimizer as FunctionalOptimizer,
+    clip_by_global_norm as clip_by_global_norm,
+    ema_update as ema_update,
+    functional as functional,
+    masked as masked,
+)
 from accelfn.training.join import join_uneven_inputs as join_uneven_inputs
 from accelfn.training.local_sgd import (
     LocalSGDState as LocalSGDState,

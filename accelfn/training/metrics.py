@@ -180,7 +180,10 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
 
 
 def average_in_order(
-    ctx: Context, compute: Callable[[], Sequence[tuple[Terms, Sequence[torch.Tensor]]]]
+    ctx: Context,
+    compute: Callable[[], Sequence[tuple[Terms, Sequence[torch.Tensor]]]],
+    *,
+    by_place: bool = False,
 ) -> tuple[Terms, list[torch.Tensor]]:
     """Average the pieces of all ranks like :func:`average`, in the order of the microbatches.
 
@@ -190,6 +193,7 @@ def average_in_order(
         ctx: In exact mode.
         compute: Returns the terms of this rank's pieces, not divided by their number, and more tensors of
             each.
+        by_place: As of :func:`mean_of_microbatches`.
 
     Returns:
         As :func:`average`; the same bits on every rank.
@@ -209,7 +213,7 @@ def average_in_order(
 
     found, error = catch(read)
     structure, rows = found or (None, [])
-    means = mean_of_microbatches(ctx.tagged("make_train_step"), rows, error)
+    means = mean_of_microbatches(ctx.tagged("make_train_step"), rows, error, by_place=by_place)
     assert structure is not None  # without an error
     number = structure.num_leaves
     return _divided(cast("Terms", structure.unflatten(means[:number]))), means[number:]
@@ -231,9 +235,13 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def mean_of_microbatches(
-    ctx: Context, microbatches: Sequence[Sequence[torch.Tensor]], error: Exception | None = None
+    ctx: Context,
+    microbatches: Sequence[Sequence[torch.Tensor]],
+    error: Exception | None = None,
+    *,
+    by_place: bool = False,
 ) -> list[torch.Tensor]:
-    """Average tensors over the microbatches of all ranks, added in rank order and in this rank's order.
+    """Average tensors over the microbatches of all ranks, added in one order.
 
     Float16 and bfloat16 are averaged in float32 and rounded once.
 
@@ -243,6 +251,8 @@ def mean_of_microbatches(
         ctx: The world.
         microbatches: The same tensors for each of this rank's microbatches; as many on every rank.
         error: The exception that left this rank without any.
+        by_place: Add the first microbatch of each rank, then the second, as loaders read the data; otherwise
+            all of one rank, then those of the next, as a batch is split.
 
     Returns:
         The means; the same bits on every rank.
@@ -261,7 +271,8 @@ def mean_of_microbatches(
     call = layout_call("value_and_grad", f"{len(wide)} microbatches a rank", layout)
     total = OrderedSum(ctx, wide[0])
     with torch.no_grad():
-        total.add(call, wide)
+        for part in [[row] for row in wide] if by_place else [wide]:
+            total.add(call, part)
         sums = cast("list[torch.Tensor]", total.close())
         number = len(wide) * ctx.num_processes
         return [tensor.div_(number).to(like.dtype) for tensor, like in zip(sums, likes, strict=True)]

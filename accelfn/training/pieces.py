@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from accelfn.comm import Call, catch, check, reduce
 from accelfn.context import Context
+from accelfn.data import MicroBatch, Window
 from accelfn.parallel.strategies.compilation import not_compiled
 from accelfn.tree import count_rows, flatten, slice_tensors
 
@@ -19,10 +20,12 @@ class Piece(NamedTuple):
     Attributes:
         batch: The batch, with fewer rows.
         share: Its number of rows relative to the mean of all pieces.
+        micro: Its position in the data, if it is a batch of a :class:`accelfn.Window`.
     """
 
     batch: Any
     share: float
+    micro: MicroBatch | None = None
 
 
 def split_window(
@@ -32,12 +35,20 @@ def split_window(
 
     They differ by at most one row; a batch of fewer rows than ``num_steps`` has fewer pieces. 0-d tensors
     go to each of them. A batch without rows, if it ``may_be_empty``, has ``num_steps`` pieces like it. With
-    one step, the piece is the batch itself, of any type.
+    one step, the piece is the batch itself, of any type. The pieces of a :class:`accelfn.Window` are its
+    batches.
 
     Raises:
         ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row; or
             the rows can't be split ``equally``.
     """
+    if isinstance(batch, Window):
+        window = cast("Window[Any]", batch)
+        # In exact mode batches count alike: shares would differ in the last bit with the number of ranks.
+        sizes = [1 if equally else rows_in_common(one) for one in window.batches]
+        mean = sum(sizes) / len(sizes) or 1.0
+        each = zip(window.batches, sizes, window.micros, strict=True)
+        return [Piece(one, size / mean, micro) for one, size, micro in each]
     if num_steps == 1:
         return [Piece(batch, 1.0)]
     reason = f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is split into pieces"
@@ -61,6 +72,8 @@ def split_window(
 
 def rows_in_common(batch: Any) -> int:
     """Return the number of rows of a rank's batch: 1 where its tensors have no first dimension in common."""
+    if isinstance(batch, Window):
+        return sum(map(rows_in_common, cast("Window[Any]", batch).batches))
     tensors = [leaf for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
     rows = {tensor.shape[0] for tensor in tensors}
     return rows.pop() if len(rows) == 1 else 1
@@ -97,6 +110,8 @@ def splitter(ctx: Context) -> Callable[[Any, int], tuple[list[Piece], float | No
         if ctx.num_processes == 1:
             return split_window(batch, number, equally=equally), None
         pieces, error = catch(lambda: split_window(batch, number, equally=equally, may_be_empty=True))
+        if equally and isinstance(batch, Window) and error is None:
+            return pieces or [], None
         return pieces or [], weight(batch, error)
 
     return split

@@ -13,8 +13,11 @@ from typing_extensions import NamedTuple, TypeIs
 
 from accelfn.comm import Call, broadcast, catch, check, check_replicas
 from accelfn.context import Collectives, Context, World
+from accelfn.data import Window
+from accelfn.errors import ConfigurationError
 from accelfn.parallel.norm import clip_tensors_
 from accelfn.parallel.strategies.compilation import not_compiled
+from accelfn.training.functional_optimizers import FunctionalOptimizer
 from accelfn.training.loss import Loss, read_loss
 from accelfn.training.metrics import (
     StepMetrics,
@@ -44,6 +47,8 @@ Batch = TypeVar("Batch")
 
 class PureOptimizer(Protocol):
     """An optimizer that is a pair of functions, such as those of torchopt.
+
+    A :class:`FunctionalOptimizer` is one whose ``update`` returns new parameters instead of updates.
 
     Attributes:
         init: ``init(params)`` returns the first state, a tree.
@@ -107,10 +112,15 @@ def pure_step(
     loss_fn: Callable[[Params, Batch], torch.Tensor | Loss],
     optimizer: PureOptimizer,
     max_norm: float | None,
-) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]:
+) -> Callable[[PureTrainState[Params], Batch | Window[Batch]], tuple[PureTrainState[Params], StepMetrics]]:
     """Build the step; see :func:`accelfn.make_train_step`."""
     update = _without_writing(optimizer.update)
     scales, skips = ctx.precision.scales_loss, may_skip(ctx)
+    if skips and isinstance(optimizer, FunctionalOptimizer) and optimizer.donates:
+        raise ConfigurationError(
+            "make_train_step: the optimizer has donate=True, so parameters and state are overwritten by an "
+            "update, and here a step with infinite gradients is skipped, which keeps them. Use donate=False."
+        )
     # A world of this rank only: the window is averaged once, at its end.
     own = replace(ctx, world=World(device=ctx.device), collectives=Collectives(), reduction=None, mesh=None)
     together = average if ctx.num_processes == 1 else not_compiled(average)
@@ -121,7 +131,9 @@ def pure_step(
     def loss_of(params: Params, batch: Batch) -> Loss:
         return read_loss(ctx, "make_train_step", loss_fn(params, batch))
 
-    def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
+    def step(
+        state: PureTrainState[Params], batch: Batch | Window[Batch]
+    ) -> tuple[PureTrainState[Params], StepMetrics]:
         if not isinstance(cast("object", state), PureTrainState):
             raise TypeError(
                 f"the train step over pytrees takes a PureTrainState, got {type(state).__name__}. Create the "
@@ -137,7 +149,8 @@ def pure_step(
             return [_piece_of(own, loss_of, state, piece, 1, rows) for piece in pieces]
 
         if is_exact:
-            window = _Window(*not_compiled(average_in_order)(ctx, compute_each))
+            by_place = isinstance(batch, Window)
+            window = _Window(*not_compiled(average_in_order)(ctx, compute_each, by_place=by_place))
         elif ctx.num_processes == 1:
             window = compute()
         else:
@@ -161,7 +174,11 @@ def pure_step(
             if skips and not scales:
                 whole = clip_tensors_(grads, math.inf) if norm is None else norm
                 scaler = scaler._replace(found_inf=(~whole.isfinite()).to(scaler.found_inf))
-            params, optimizer_state = _updated(update, grads, state)
+            tree = flatten(state.params)[1].unflatten(grads)
+            if isinstance(optimizer, FunctionalOptimizer):
+                params, optimizer_state = update(tree, state.optimizer_state, state.params)
+            else:
+                params, optimizer_state = _updated(update, tree, state)
             skipped = scaler.found_inf != 0
             if skips:
                 params = _keep(skipped, state.params, params)
@@ -249,11 +266,10 @@ def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tu
 
 
 def _updated(
-    update: Callable[..., tuple[Any, Any]], grads: list[torch.Tensor], state: PureTrainState[Params]
+    update: Callable[..., tuple[Any, Any]], grads: Any, state: PureTrainState[Params]
 ) -> tuple[Params, Any]:
     """Return the parameters with their updates added, and the optimizer's next state."""
-    tree = flatten(state.params)[1].unflatten(grads)
-    updates, optimizer_state = update(tree, state.optimizer_state, params=state.params)
+    updates, optimizer_state = update(grads, state.optimizer_state, params=state.params)
     # Flattened again: an update that breaks the graph invalidates structures from before (torch 2.13,
     # optree 0.20).
     params, structure = flatten(state.params, _is_none)

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.comm import Call, check_replicas, count_call, gather_object, reduce
 from accelfn.context import Context, end_step, takes_context
+from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import ConfigurationError, NonFiniteGradientError, NotAvailableError
 from accelfn.parallel.engines import REPLACED, EngineOptimizer, owner_of_step
 from accelfn.parallel.norm import clip_norm_, clip_value_
@@ -214,6 +215,7 @@ def optimizer_step(
     optimizer: Optimizer | Sequence[Optimizer],
     scaler_state: ScalerState,
     *,
+    micro: MicroBatch | None = None,
     max_norm: float | None = None,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     clear_gradients: bool = True,
@@ -221,8 +223,8 @@ def optimizer_step(
     """Unscale and clip the gradients, step the optimizer and the scheduler, clear the gradients.
 
     If a float16 gradient overflowed, neither the optimizer nor the scheduler steps; with
-    ``Guard(check_gradients="skip")`` so in any precision, if a gradient is infinite or NaN. Call it where the
-    window closes: under ``if micro.sync:``.
+    ``Guard(check_gradients="skip")`` so in any precision, if a gradient is infinite or NaN. With ``micro`` it
+    does nothing while the window is open; without, call it where the window closes, under ``if micro.sync:``.
 
     Ranks: every rank of ``ctx``.
 
@@ -232,6 +234,7 @@ def optimizer_step(
             none. The returned state is for the next window: optimizers that step one after the other need
             their own states.
         scaler_state: From backward or :func:`unscale_gradients`.
+        micro: Of the latest batch; if its window is open, the state is returned as it is.
         max_norm: Bound on the norm over all gradients of the optimizers; see :func:`accelfn.clip_grad_norm_`,
             which also returns the norm.
         scheduler: One or several that step once with each step that isn't skipped; see
@@ -259,6 +262,9 @@ def optimizer_step(
     >>> scaler = af.backward(ctx, model(torch.ones(1, 1)).sum(), af.init_scaler(ctx))
     >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
+    check_micro("optimizer_step", micro)
+    if micro is not None and not micro.sync:
+        return scaler_state
     check_scaler("optimizer_step", scaler_state, is_closed=True, divides=True)
     optimizers = list_optimizers("optimizer_step", optimizer)
     schedulers = () if scheduler is None else list_schedulers("optimizer_step", scheduler)

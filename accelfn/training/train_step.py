@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.comm import Call, check
 from accelfn.context import Context, takes_context
-from accelfn.data import MicroBatch, plan_microbatch
+from accelfn.data import MicroBatch, Window, plan_microbatch
 from accelfn.data.microbatch import Draws
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import EngineOptimizer
@@ -81,7 +81,7 @@ def module_step(
     model: Model,
     schedulers: Sequence[LRScheduler],
     max_norm: float | None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+) -> Callable[[TrainState, Batch | Window[Batch]], tuple[TrainState, StepMetrics]]:
     """Build the step, after the checks that need no data; see :func:`accelfn.make_train_step`."""
     models = modules_in("make_train_step", model)
     _check_schedulers(schedulers, optimizers)
@@ -93,13 +93,13 @@ def module_step(
     has_engine_step = any(isinstance(one, EngineOptimizer) for one in optimizers)
 
     def finish(
-        scaler: ScalerState, parts: Sequence[Terms], rows: float | None
+        scaler: ScalerState, parts: Sequence[Terms], rows: float | None, by_place: bool
     ) -> tuple[ScalerState, Terms, torch.Tensor | None]:
         if has_engine_step and rows not in (None, 1) and parts[0].weight is None:
             # Seen here, since the mean over the ranks is on the device; they raise where they average.
             check(ctx, Call("make_train_step"), _unequal_rows())
         if is_exact:
-            terms, _ = average_in_order(ctx, lambda: [(part, ()) for part in parts])
+            terms, _ = average_in_order(ctx, lambda: [(part, ()) for part in parts], by_place=by_place)
         else:
             terms, _ = average(ctx, add_terms(parts))
         if terms.divisor is not None and not has_engine_step and (is_exact or terms.weight is None):
@@ -122,7 +122,7 @@ def module_step(
     add_gradients = differentiate if ctx.num_processes == 1 else not_compiled(differentiate)
     close = finish if ctx.num_processes == 1 else not_compiled(finish)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+    def step(state: TrainState, batch: Batch | Window[Batch]) -> tuple[TrainState, StepMetrics]:
         if not isinstance(cast("object", state), TrainState):
             raise TypeError(
                 f"the train step over modules takes a TrainState, got {type(state).__name__}. Create the "
@@ -140,8 +140,8 @@ def module_step(
         scaler, parts = state.scaler._replace(), list[Terms]()
         number_of_step = int(state.num_steps) if is_exact else 0
         for index, piece in enumerate(pieces):
-            micro = full[index] if len(pieces) == num_pieces else _place(index, len(pieces))
-            if is_exact:
+            micro = piece.micro or (full[index] if len(pieces) == num_pieces else _place(index, len(pieces)))
+            if is_exact and piece.micro is None:
                 number = ctx.rank * num_pieces + index
                 micro = micro._replace(draws=Draws(f"microbatch {number} of step {number_of_step}"))
                 block = accumulate_block(ctx, micro, models, is_held=True)
@@ -159,11 +159,11 @@ def module_step(
                     first,
                     share=piece.share * weight,  # a piece with more rows counts more in a mean over rows
                     counts_weight=not is_exact,  # exact mode adds weights in order, and divides at the end
-                    num_batches=num_steps // num_pieces,
+                    num_batches=num_steps // num_pieces if piece.micro is None else 1,
                     differentiate=add_gradients,
                 )
             parts.append(terms_of(loss, piece, 1 if is_exact else len(pieces), rows))
-        scaler, terms, norm = close(scaler, parts, rows)
+        scaler, terms, norm = close(scaler, parts, rows, isinstance(batch, Window))
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
 
@@ -273,7 +273,7 @@ def make_train_step(
     model: Model,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     max_norm: float | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]: ...
+) -> Callable[[TrainState, Batch | Window[Batch]], tuple[TrainState, StepMetrics]]: ...
 @overload
 def make_train_step(
     ctx: Context,
@@ -281,7 +281,9 @@ def make_train_step(
     optimizer: PureOptimizer,
     *,
     max_norm: float | None = None,
-) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]: ...
+) -> Callable[
+    [PureTrainState[Params], Batch | Window[Batch]], tuple[PureTrainState[Params], StepMetrics]
+]: ...
 @takes_context
 def make_train_step(
     ctx: Context,
@@ -294,11 +296,12 @@ def make_train_step(
 ) -> Callable[[Any, Any], tuple[Any, StepMetrics]]:
     """Make a function that runs one optimizer step on a batch: ``state, metrics = step(state, batch)``.
 
-    The batch is this rank's part of the step. With ``gradient_accumulation_steps=k`` it is split along the
-    first dimension of its tensors into ``k`` pieces, which differ by at most one row, and their gradients are
-    accumulated: the mean over its rows, over all ranks. Gradients are averaged over ranks once. Ranks may
-    have different numbers of rows, or none; with modules, those that have rows need as many pieces. Batches
-    whose tensors have no first dimension in common count alike.
+    The batch is this rank's part of the step: a :class:`accelfn.Window`, whose batches are accumulated; or
+    one batch, which with ``gradient_accumulation_steps=k`` is split along the first dimension of its tensors
+    into ``k`` pieces that differ by at most one row. Gradients are the mean over the rows of the step, over
+    all ranks, which average them once. Ranks may have different numbers of rows, or none; with modules, those
+    that have rows need as many pieces. Batches whose tensors have no first dimension in common count alike,
+    and so do the batches of a window in exact mode.
 
     With a torch optimizer, or several that step together, ``loss_fn(model, batch)`` is differentiated by
     backward, and parameters and the optimizer's state are updated in place. With an optimizer that is a pair

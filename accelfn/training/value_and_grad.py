@@ -14,8 +14,9 @@ from accelfn.comm.moves import is_differentiated, keep
 from accelfn.context import Context, takes_context
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.strategies.precision import autocast
-from accelfn.training.loss import check_means
+from accelfn.training.loss import Loss, check_loss, check_means
 from accelfn.training.metrics import mean_of_microbatches
+from accelfn.training.scaler import inverse_of_weight
 from accelfn.tree import TreeSpec, concatenate, find_batch_size, flatten, map_tensors, require_tensors
 
 P = ParamSpec("P")
@@ -42,19 +43,22 @@ def value_and_grad(
 
     Args:
         ctx: The world, and the precision that ``loss_fn`` computes in.
-        loss_fn: ``loss_fn(params, *args, **kwargs)`` returns a loss of shape ``()``, or a pair ``(loss,
-            aux)``. It is differentiated by ``torch.func``, so it must be pure.
+        loss_fn: ``loss_fn(params, *args, **kwargs)`` returns a loss of shape ``()``, a pair ``(loss, aux)``,
+            or a :class:`Loss`. It is differentiated by ``torch.func``, so it must be pure.
 
     Returns:
         A function with the arguments of ``loss_fn``, which returns ``(value, grads)``: ``value`` is the
         result of ``loss_fn``, with the loss averaged over ranks and this rank's ``aux``; ``grads`` is a tree
-        like ``params``, in their dtypes. In exact mode ``aux`` is joined over this rank's microbatches by
+        like ``params``, in their dtypes. Of a :class:`Loss` ``aux`` is averaged too; with a weight, loss,
+        ``aux`` and gradients are the sums of all ranks divided by the total weight, which is in the result.
+        In exact mode the ``aux`` of a pair is joined over this rank's microbatches by
         :func:`accelfn.tree.concatenate`, where a 0-d tensor counts as one row. Every rank of ``ctx`` must
         call it, with ``params`` of one structure. Except in exact mode, it can be differentiated again and
         mapped: by backward and ``torch.func``, on all ranks alike.
 
     Raises:
-        ConfigurationError: Ranks share sequences, and their means are over different numbers of tokens.
+        ConfigurationError: (when called) Ranks share sequences, and the loss has no weight: their means are
+            over different numbers of tokens.
         TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of
             shape ``()``.
         ValueError: (when called) In exact mode, the batch can't be split into equal microbatches.
@@ -65,7 +69,6 @@ def value_and_grad(
     >>> step({"w": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])})
     """
-    check_means(ctx, "value_and_grad")
 
     def call(params: Params, /, *args: P.args, **kwargs: P.kwargs) -> tuple[V, Params]:
         leaves, structure = flatten(params)
@@ -78,43 +81,73 @@ def value_and_grad(
 
         if ctx.reduction is not None:
             return cast("tuple[V, Params]", _exactly(ctx, loss_fn, leaves, structure, args, kwargs))
-        if ctx.num_processes == 1:
-            loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
-        elif has_transforms() or any(map(is_differentiated, leaves)):
+        is_mapped = ctx.num_processes > 1 and (has_transforms() or any(map(is_differentiated, leaves)))
+        if is_mapped:
             leaves = keep(ctx, "value_and_grad", leaves)
-            loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
-            loss, *grads = average_differentiably(
-                ctx.tagged("value_and_grad"), "value_and_grad", [loss, *grads]
-            )
-        else:
-            loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
-            loss, grads = reduce(ctx.tagged("value_and_grad"), (loss, grads), "mean")
-        averaged = (loss, value[1]) if _is_pair(value) else loss
-        return cast("V", averaged), cast("Params", structure.unflatten(grads))
+        grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
+        tensors = [*_averaged_parts(ctx, value), *grads]
+        if is_mapped:
+            tensors = average_differentiably(ctx.tagged("value_and_grad"), "value_and_grad", tensors)
+        elif ctx.num_processes > 1:
+            tensors = reduce(ctx.tagged("value_and_grad"), tensors, "mean")
+        return cast("tuple[V, Params]", _finish(value, tensors, structure, ctx.num_processes))
 
     return call
 
 
 def _gradients(
     ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
-) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
-    """Return this rank's loss, its gradients, and the complete result of ``loss_fn``."""
+) -> tuple[list[torch.Tensor], Any]:
+    """Return the gradients of this rank's loss, and the complete result of ``loss_fn``."""
     rest: list[Any] = []  # torch.func only returns tensors, and only in its own containers
 
     def loss_and_tensors(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
         with autocast(ctx):
             value = loss_fn(structure.unflatten(flat), *args, **kwargs)
-        loss = _loss_of(value)
         found, form = flatten(value)
         places = [index for index, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
         rest[:] = [form, places, found]
-        return loss, (loss, [found[index] for index in places])
+        return _loss_of(value), [found[index] for index in places]
 
-    grads, (loss, tensors) = torch.func.grad(loss_and_tensors, has_aux=True)(leaves)
+    grads, tensors = torch.func.grad(loss_and_tensors, has_aux=True)(leaves)
     form, places, found = rest
     for index, tensor in zip(places, tensors, strict=True):
         found[index] = tensor
-    return loss, grads, form.unflatten(found)
+    return grads, form.unflatten(found)
+
+
+def _averaged_parts(ctx: Context, value: Any) -> list[torch.Tensor]:
+    """List what is averaged of the result of ``loss_fn``: the loss, and of a Loss its weight and ``aux``."""
+    loss = _loss_of(value)
+    if not isinstance(value, Loss) or value.weight is None:
+        check_means(ctx, "value_and_grad")
+    if not isinstance(value, Loss):
+        return [loss]
+    check_loss("value_and_grad", value.value, value.weight, needs_gradient=False)
+    aux, structure = flatten(value.aux)
+    for index, leaf in enumerate(aux):
+        if not isinstance(leaf, (torch.Tensor, int, float)):
+            raise TypeError(
+                f"value_and_grad: {structure.paths('aux')[index]} is of type {type(leaf).__name__}, which "
+                "can't be averaged. Loss.aux takes tensors and numbers; return a pair (loss, aux) for others."
+            )
+    parts = [*(() if value.weight is None else (value.weight,)), *aux]
+    tensors = [torch.as_tensor(part, device=loss.device) for part in parts]
+    return [loss, *(one if one.is_floating_point() else one.to(loss.dtype) for one in tensors)]
+
+
+def _finish(value: Any, tensors: list[torch.Tensor], structure: TreeSpec, number: int) -> tuple[Any, Any]:
+    """Return the averaged result of ``loss_fn`` and gradients; ``number`` is that of the averaged ones."""
+    parts = tensors[: len(tensors) - structure.num_leaves]
+    grads = tensors[len(parts) :]
+    if not isinstance(value, Loss):
+        return ((parts[0], value[1]) if _is_pair(value) else parts[0]), structure.unflatten(grads)
+    loss, aux, weight = parts[0], parts[1:], None
+    if value.weight is not None:
+        mean, *aux = aux
+        share, weight = inverse_of_weight(mean), mean * number
+        loss, aux, grads = loss * share, [one * share for one in aux], [one * share for one in grads]
+    return Loss(loss, weight, flatten(value.aux)[1].unflatten(aux)), structure.unflatten(grads)
 
 
 def _exactly(
@@ -128,15 +161,16 @@ def _exactly(
         )
     microbatches, error = catch(lambda: split_into_microbatches(ctx, (args, kwargs)))
     results = [_gradients(ctx, loss_fn, leaves, structure, *microbatch) for microbatch in microbatches or ()]
-    tensors = [[loss, *grads] for loss, grads, _ in results]
-    loss, *grads = mean_of_microbatches(ctx.tagged("value_and_grad"), tensors, error)
-    values = [value for _, _, value in results]
-    aux = concatenate([value[1] for value in values]) if _is_pair(values[0]) else None
-    return (loss, aux) if _is_pair(values[0]) else loss, structure.unflatten(grads)
+    tensors = [[*_averaged_parts(ctx, value), *grads] for grads, value in results]
+    means = mean_of_microbatches(ctx.tagged("value_and_grad"), tensors, error)
+    value = results[0][1]
+    if _is_pair(value):
+        value = (value[0], concatenate([each[1] for _, each in results]))
+    return _finish(value, means, structure, len(results) * ctx.num_processes)
 
 
 def _loss_of(value: Any) -> torch.Tensor:
-    loss = value[0] if _is_pair(value) else value
+    loss = value.value if isinstance(value, Loss) else value[0] if _is_pair(value) else value
     if not isinstance(loss, torch.Tensor) or loss.dim():
         found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"value_and_grad: the loss must be a tensor of shape (), got {found}. Take its mean.")

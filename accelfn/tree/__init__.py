@@ -14,6 +14,12 @@ from accelfn.tree.local import (
     send_to_device as send_to_device,
     slice_tensors as slice_tensors,
 )
+from accelfn.tree.maps import (
+    global_norm as global_norm,
+    leaves_with_paths as leaves_with_paths,
+    map as map,  # noqa: A004 -- the field's word, used as tree.map
+    where as where,
+)
 from accelfn.tree.pack import (
     Buffer as Buffer,
     PackSpec as PackSpec,

@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
-from accelfn.comm import all_gather, all_to_all, permute, reduce_scatter, shard, split_sizes, unshard
+from accelfn.comm import (
+    all_gather,
+    all_to_all,
+    permute,
+    pmean,
+    psum,
+    reduce_scatter,
+    shard,
+    split_sizes,
+    unshard,
+)
 from accelfn.context import Context
 from accelfn.context.config import ParallelismConfig
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
@@ -128,6 +138,8 @@ LINEAR: dict[str, Operation] = {
     "all_gather of lengths": lambda ctx, x: all_gather(ctx, x[: 1 + ctx.rank % 3], dim=0),
     "all_gather along 1": lambda ctx, x: all_gather(ctx, x, dim=1),
     "all_gather of a scalar": lambda ctx, x: all_gather(ctx, x[0, 0]),
+    "psum": psum,
+    "pmean": pmean,
     "reduce_scatter": lambda ctx, x: reduce_scatter(ctx, x),
     "reduce_scatter along -1": lambda ctx, x: reduce_scatter(ctx, x, dim=-1, reduction="mean"),
     "all_to_all": lambda ctx, x: all_to_all(ctx, x, 0, 1),
@@ -215,6 +227,19 @@ def test_what_ranks_exchange_is_not_mapped_over(transform: str) -> None:
         return str(caught.value)
 
     assert all(text.startswith("all_gather: torch.func.vmap") for text in run_ranks(work, 2))
+
+
+def test_sums_over_ranks_are_mapped_over() -> None:
+    def work(ctx: Context) -> bool:
+        x = drawn(0, ctx.rank, (4, 3))
+
+        def loss(row: torch.Tensor) -> torch.Tensor:
+            return psum(ctx, row.pow(2)).sum() + pmean(ctx, row).prod()
+
+        rows = [func.grad(loss)(row) for row in x]
+        return torch.equal(func.vmap(func.grad(loss))(x), torch.stack(rows))
+
+    assert run_ranks(work, 2, "processes") == [True, True]
 
 
 @settings(max_examples=10)
@@ -324,6 +349,8 @@ REFUSED: tuple[tuple[Callable[[Context], Any], type[Exception], str], ...] = (
     (lambda ctx: all_gather(ctx, [1]), TypeError, r"all_gather: tree\[0\] must be a tensor"),
     (lambda ctx: reduce_scatter(ctx, torch.ones(2), reduction="max"), ValueError, "mean', got 'max'"),
     (lambda ctx: reduce_scatter(ctx, torch.arange(2), reduction="mean"), TypeError, "can't represent a mean"),
+    (lambda ctx: pmean(ctx, torch.arange(2)), TypeError, "can't represent a mean"),
+    (lambda ctx: psum(ctx, [1]), TypeError, r"psum: tree\[0\] must be a tensor"),
     (lambda ctx: all_to_all(ctx, torch.ones(2), 0, 1), ValueError, "but no dim 1"),
     (lambda ctx: permute(ctx, torch.ones(2), [0, 0]), ValueError, r"a permutation .* 0 to 1, got \[0, 0\]"),
     (lambda ctx: shard(ctx, torch.ones(2), "rows"), ConfigurationError, "no axis 'rows'"),
@@ -344,6 +371,8 @@ DIFFERENT: tuple[Callable[[Context], Any], ...] = (
     lambda ctx: unshard(ctx, torch.ones(2, 2 + ctx.rank)),
     lambda ctx: all_gather(ctx, torch.ones(2), dim=-ctx.rank),
     lambda ctx: reduce_scatter(ctx, torch.ones(2, requires_grad=ctx.rank == 0)),
+    lambda ctx: psum(ctx, torch.ones(2 + ctx.rank)),
+    lambda ctx: psum(ctx, torch.ones(2)) if ctx.rank else pmean(ctx, torch.ones(2)),
     lambda ctx: all_to_all(ctx, torch.ones(2 + ctx.rank, 2), 0, 1),
     lambda ctx: permute(ctx, torch.ones(2), [0, 1] if ctx.rank else [1, 0]),
     lambda ctx: shard(ctx, torch.ones(2)) if ctx.rank else unshard(ctx, torch.ones(2)),

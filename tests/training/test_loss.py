@@ -94,7 +94,9 @@ def test_a_mean_is_refused_wherever_ranks_share_sequences(axis: str) -> None:
         with pytest.raises(ConfigurationError, match=f"backward: {said}"):
             af.backward(ctx, loss, af.init_scaler(ctx))
         with pytest.raises(ConfigurationError, match=f"value_and_grad: {said}"):
-            af.value_and_grad(ctx, mean)
+            af.value_and_grad(ctx, mean)(params, rows)
+        _, grads = af.value_and_grad(ctx, total)(params, rows)
+        assert grads["w"].item() == 1.0
         with pytest.raises(ConfigurationError, match=f"make_train_step: {said}"):
             af.make_train_step(ctx, mean, optimizer)(state, rows)
         state, _ = af.make_train_step(ctx, total, optimizer)(state, rows)  # nothing has been hurt

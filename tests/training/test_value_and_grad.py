@@ -43,6 +43,39 @@ def test_aux_is_any_tree_and_stays_local() -> None:
     assert (aux["text"], aux["none"], aux["number"]) == ("a", None, 3)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_loss_with_its_weight_and_aux_is_averaged(weighted: bool, exact: bool) -> None:
+    rows = torch.tensor([[1.0], [3.0], [5.0], [6.0]])
+    counts = torch.tensor([[0], [1], [3], [0]])
+
+    def loss_fn(params: Any, x: torch.Tensor, count: torch.Tensor) -> af.Loss:
+        total = (params["w"] * x * count).sum() if weighted else (params["w"] * x).mean()
+        return af.Loss(total, count.sum() if weighted else None, {"twice": 2 * total, "one": 1})
+
+    def run(ctx: Context) -> tuple[float, Any, float]:
+        own = slice(ctx.rank * 4 // ctx.num_processes, (ctx.rank + 1) * 4 // ctx.num_processes)
+        loss, grads = af.value_and_grad(ctx, loss_fn)({"w": torch.ones(1)}, rows[own], counts[own])
+        assert (loss.weight is None) != weighted
+        assert loss.weight is None or float(loss.weight) == 4
+        return float(loss.value), {name: float(one) for name, one in loss.aux.items()}, float(grads["w"])
+
+    for size in (1, 2, 4):
+        more: Any = {"reduction": "canonical", "gradient_accumulation_steps": 4 // size} if exact else {}
+        number = 4 if exact else size  # of ones that are added to be divided by the weight
+        aux = {"twice": 9.0, "one": number / 4} if weighted else {"twice": 7.5, "one": 1.0}
+        expected = (4.5, aux, 4.5) if weighted else (3.75, aux, 3.75)
+        assert run_ranks(run, size, **more) == [expected] * size
+
+
+def test_aux_of_a_loss_that_is_no_number_is_named() -> None:
+    step: Any = af.value_and_grad(
+        Context(), lambda params: af.Loss(cast("Any", params).sum(), aux={"a": "b"})
+    )
+    with pytest.raises(TypeError, match=r"aux\['a'\] is of type str, which can't be averaged"):
+        step(torch.ones(1))
+
+
 def test_the_arguments_are_left_as_they_were_and_gradients_have_their_form() -> None:
     params = Net(Layer(torch.ones(2, requires_grad=True), torch.ones(())), [])
     loss_fn: Any = lambda p, *, by: (p.layer.weight * by).sum()  # noqa: E731

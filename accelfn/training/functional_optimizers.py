@@ -1,0 +1,206 @@
+"""torch's optimizers as pairs of pure functions over pytrees, and what goes with them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.optim import Optimizer
+from typing_extensions import NamedTuple
+
+from accelfn.errors import NotAvailableError
+from accelfn.tree import flatten, global_norm, map_tensors
+
+__all__ = ("FunctionalOptimizer", "clip_by_global_norm", "ema_update", "functional", "masked")
+
+Params = TypeVar("Params")
+# Key of the number of updates in a state, beside the names that the optimizer's class has.
+_COUNT = "num_updates"
+
+
+class FunctionalOptimizer(NamedTuple):
+    """An optimizer as a pair of pure functions.
+
+    Attributes:
+        init: ``init(params)`` returns the first state, a tree: for each name of the class's state a tree like
+            the parameters, and ``num_updates``.
+        update: ``update(grads, state, params)`` returns ``(params, state)``. Where a gradient is None,
+            nothing changes.
+        donates: Whether ``update`` writes into the parameters and the state that it gets.
+    """
+
+    init: Callable[[Any], dict[str, Any]]
+    update: Callable[[Any, dict[str, Any], Any], tuple[Any, dict[str, Any]]]
+    donates: bool = False
+
+
+def functional(optimizer: type[Optimizer], *, donate: bool = False, **options: Any) -> FunctionalOptimizer:
+    """Return an optimizer class of torch as a pair of functions over pytrees.
+
+    The numbers are those of the class, bit by bit, since its own code computes them, on copies.
+
+    Ranks: local. All ranks that update with equal gradients stay equal.
+
+    Args:
+        optimizer: A class whose step needs neither a closure nor anything but parameters, gradients and
+            their state.
+        donate: Update parameters and state in place, as the class does, instead of copies; the results are
+            the tensors that were passed.
+        **options: Of the class. A function ``number of updates -> value``, such as a schedule of the learning
+            rate, is called in each update.
+
+    Raises:
+        TypeError: ``optimizer`` is no class of optimizers, or has no such option.
+        ValueError: An option is invalid.
+        NotAvailableError: (in an update) The class keeps its state somewhere else.
+
+    >>> adam = functional(torch.optim.AdamW, lr=lambda step: 0.1 / (step + 1))
+    >>> params = {"w": torch.ones(2)}
+    >>> state = adam.init(params)
+    >>> params, state = adam.update({"w": torch.tensor([1.0, -1.0])}, state, params)
+    >>> params, list(state)
+    ({'w': tensor([0.8990, 1.0990])}, ['num_updates', 'step', 'exp_avg', 'exp_avg_sq'])
+    """
+    given: Any = optimizer
+    if not isinstance(given, type) or not issubclass(given, Optimizer):
+        raise TypeError(
+            f"functional: the first argument is a class of optimizers, such as torch.optim.AdamW, got "
+            f"{optimizer!r}."
+        )
+    if optimizer is torch.optim.LBFGS:
+        raise TypeError("functional: LBFGS evaluates the loss within its step. Use it as a class.")
+    scheduled = {name: value for name, value in options.items() if callable(value)}
+
+    def make(params: list[torch.Tensor], state: dict[str, list[Any]], count: int) -> Any:
+        made: Any = copy.copy(template)
+        chosen = {name: schedule(count) for name, schedule in scheduled.items()}
+        made.param_groups = [{**template.param_groups[0], **chosen, "params": params}]
+        made.state = defaultdict[torch.Tensor, dict[str, Any]](dict)
+        for name, values in state.items():
+            for param, value in zip(params, values, strict=True):
+                if value is not None:
+                    made.state[param][name] = value
+        return made
+
+    def init(params: Any) -> dict[str, Any]:
+        leaves, structure = flatten(params)
+        fresh = [_copied(leaf) for leaf in leaves]
+        made = make(fresh, {}, 0)
+        for leaf in fresh:
+            leaf.grad = torch.zeros_like(leaf)
+        begin = getattr(made, "_init_group", None)
+        if begin is not None:  # torch makes the state in the first step; this is its function for it
+            number = len(inspect.signature(begin).parameters) - 1
+            begin(made.param_groups[0], *([] for _ in range(number)))
+        count = torch.zeros((), dtype=torch.int64, device="cpu")
+        return {_COUNT: count, **_state_of(made, fresh, structure)}
+
+    def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Any, dict[str, Any]]:
+        leaves, structure = flatten(params)
+        changed = leaves if donate else [_copied(leaf) for leaf in leaves]
+        own = [leaf.detach() for leaf in changed]
+        slots = {
+            name: [value if donate else _copied(value) for value in flatten(tree, _is_none)[0]]
+            for name, tree in state.items()
+            if name != _COUNT
+        }
+        for leaf, grad in zip(own, flatten(grads, _is_none)[0], strict=True):
+            leaf.grad = None if grad is None else grad.detach()
+        count = int(state[_COUNT])
+        made = make(own, slots, count)
+        before = dict(made.param_groups[0])
+        made.step()
+        if any(before.get(name) is not value for name, value in made.param_groups[0].items()):
+            raise NotAvailableError(
+                f"functional: {optimizer.__name__} keeps a part of its state in its parameter groups, which "
+                "isn't in the tree. Use it as a class."
+            )
+        new_state = {_COUNT: state[_COUNT] + 1, **_state_of(made, own, structure)}
+        return structure.unflatten(changed), new_state
+
+    first = {name: schedule(0) for name, schedule in scheduled.items()}
+    build: Any = optimizer
+    template: Any = build([torch.zeros(1, 1, device="cpu")], **{**options, **first})
+    return FunctionalOptimizer(init, update, donate)
+
+
+def masked(optimizer: FunctionalOptimizer, mask: Callable[[str], bool] | Any) -> FunctionalOptimizer:
+    """Return an optimizer that updates some parameters only, and has no state for the others.
+
+    Args:
+        optimizer: From :func:`functional`.
+        mask: A tree of bools like the parameters; or a function that gets the path of a leaf, such as
+            ``"['layers'][0]['bias']"``.
+
+    >>> sgd = masked(functional(torch.optim.SGD, lr=1.0), {"a": True, "b": False})
+    >>> params = {"a": torch.ones(1), "b": torch.ones(1)}
+    >>> sgd.update(params, sgd.init(params), params)[0]
+    {'a': tensor([0.]), 'b': tensor([1.])}
+    """
+
+    def chosen(tree: Any, params: Any) -> dict[str, Any]:
+        structure = flatten(params)[1]
+        paths = structure.paths("")
+        keeps = [mask(path) for path in paths] if callable(mask) else flatten(mask)[0]
+        leaves = flatten(tree, _is_none)[0]
+        return {path: leaf for path, leaf, keep in zip(paths, leaves, keeps, strict=True) if keep}
+
+    def init(params: Any) -> dict[str, Any]:
+        return optimizer.init(chosen(params, params))
+
+    def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Any, dict[str, Any]]:
+        changed, new_state = optimizer.update(chosen(grads, params), state, chosen(params, params))
+        leaves, structure = flatten(params)
+        paths = structure.paths("")
+        merged = [changed.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        return structure.unflatten(merged), new_state
+
+    return FunctionalOptimizer(init, update, optimizer.donates)
+
+
+def clip_by_global_norm(grads: Params, max_norm: float) -> tuple[Params, torch.Tensor]:
+    """Return gradients scaled so that their norm is at most ``max_norm``, and the norm before.
+
+    Args:
+        grads: A tree of tensors, or of DTensors: the norm is that of the whole.
+        max_norm: Positive.
+
+    >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
+    ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
+    """
+    norm = global_norm(grads)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    return map_tensors(lambda grad: grad * factor.to(grad.device), grads), norm
+
+
+def ema_update(average: Params, params: Params, decay: float) -> Params:
+    """Return ``decay * average + (1 - decay) * params`` for each leaf: an exponential moving average.
+
+    >>> ema_update({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.75)
+    {'w': tensor([0.2500])}
+    """
+    left, structure = flatten(average)
+    right = cast("Sequence[torch.Tensor]", flatten(params)[0])
+    return structure.unflatten(
+        [torch.lerp(one, other.to(one.dtype), 1.0 - decay) for one, other in zip(left, right, strict=True)]
+    )
+
+
+def _state_of(optimizer: Any, params: Sequence[torch.Tensor], structure: Any) -> dict[str, Any]:
+    """Return the state of each parameter as one tree like the parameters for each name."""
+    names = dict.fromkeys(name for param in params for name in optimizer.state[param])
+    return {
+        name: structure.unflatten([optimizer.state[param].get(name) for param in params]) for name in names
+    }
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _is_none(value: object) -> bool:
+    return value is None
