@@ -24,7 +24,7 @@ _HOMES = MappingProxyType(
         )
     }
 )
-_PACKAGES = (*(name for name, home in _HOMES.items() if home == "accelfn"), "config")
+_PACKAGES = tuple(name for name, home in _HOMES.items() if home == "accelfn")
 __all__ = (  # pyright: ignore[reportUnsupportedDunderAll] -- pyright reads the stub
     "__version__",
     *sorted(name for name in _HOMES if name not in _PACKAGES),
@@ -34,14 +34,25 @@ __all__ = (  # pyright: ignore[reportUnsupportedDunderAll] -- pyright reads the 
 def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
-        text = (
-            f"module 'accelfn' has no attribute {name!r}. Where Accelerate's names are here is on the page "
-            "'Every name, and where it is' of the documentation."
-        )
-        raise AttributeError(text, name=name, obj=sys.modules[__name__])
+        raise AttributeError(_missing(name), name=name, obj=sys.modules[__name__])
     value = _load(f"accelfn.{name}") if home == "accelfn" else getattr(_load(home), name)
     globals()[name] = value  # found at once from now on
     return value
+
+
+def _missing(name: str) -> str:
+    """Say where a name is that isn't at the root. Sources are read, since importing them would load torch."""
+    exported = re.compile(rf"^(from accelfn\S* import |\s+)[^#\"=\n]*\b{name}\b( as {name})?(,|$)", re.M)
+    sources = [*Path(__file__).parent.glob("*/__init__.py"), Path(__file__).with_name("engines.py")]
+    homes = [
+        f"accelfn.{path.parent.name if path.stem == '__init__' else path.stem}.{name}"
+        for path in sorted(sources)
+        if not name.startswith("_") and exported.search(path.read_text(encoding="utf-8"))
+    ]
+    text = f"module 'accelfn' has no attribute {name!r}. "
+    if homes:
+        return text + f"It is {' and '.join(homes)}."
+    return text + "The page 'Every name, and where it is' of the documentation has Accelerate's names."
 
 
 def _load(module: str) -> ModuleType:

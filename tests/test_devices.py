@@ -54,10 +54,10 @@ def _names(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_are_complete(row: DeviceType) -> None:
     assert (row.package is None) == (not row.install)
     assert (row.backend is None) == (row.world is None)
-    assert row.world is None or row.world in af.DistributedType.values()
+    assert row.world is None or row.world in af.config.DistributedType.values()
     assert set(row.precisions) <= {"bf16", "fp16", "fp8"}
     assert row.pins_memory or not row.has_streams
-    assert row.name in ("mps", "cpu") or row.name in af.RNGType.values()
+    assert row.name in ("mps", "cpu") or row.name in af.config.RNGType.values()
     if row.world is not None and row.name not in ("cpu", "cuda", "xla"):
         assert row.world == f"MULTI_{row.name.upper()}"
 
@@ -72,7 +72,7 @@ def test_each_rank_takes_its_device_and_the_backend_of_its_type(
     row: DeviceType, size: int, rank: int
 ) -> None:
     rank %= size
-    place = af.EnvironmentPlan(launcher="env", rank=rank, size=size, local_rank=rank, local_size=size)
+    place = af.context.EnvironmentPlan(launcher="env", rank=rank, size=size, local_rank=rank, local_size=size)
     machine = machine_of(row, 1 if row.numbering == "own" else size)
     if row.backend is None:
         with pytest.raises(ConfigurationError, match=f"no collective backend for '{row.name}' tensors"):
@@ -82,7 +82,7 @@ def test_each_rank_takes_its_device_and_the_backend_of_its_type(
     expected = {"local_rank": f"{row.name}:{rank}", "own": f"{row.name}:0", "none": row.name}
     assert str(plan.device) == expected[row.numbering]
     assert plan.backend == (f"cpu:gloo,{row.name}:{row.backend}" if row.joins_gloo else row.backend)
-    alone = plan_device(af.EnvironmentPlan(), machine)
+    alone = plan_device(af.context.EnvironmentPlan(), machine)
     assert (str(alone.device).partition(":")[0], alone.backend) == (row.name, None)
 
 
@@ -94,15 +94,15 @@ def test_a_type_has_the_precisions_of_its_row(
     monkeypatch.setattr("accelfn.context.device.list_fp8_packages", lambda: {"torchao"})
     facts = machine_of(row, 1).devices[0]
     if mode in ("no", *row.precisions):
-        check_precision(af.Precision(mode=mode), facts)
+        check_precision(af.context.Precision(mode=mode), facts)
     else:
         with pytest.raises(ConfigurationError, match=f"'{mode}' isn't supported on device '{row.name}'"):
-            check_precision(af.Precision(mode=mode), facts)
+            check_precision(af.context.Precision(mode=mode), facts)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_several_ranks_have_accelerates_name(row: DeviceType) -> None:
-    ctx = Context(world=af.World(size=2, local_size=2, device=Named(row.name)))  # pyright: ignore[reportArgumentType]
+    ctx = Context(world=af.context.World(size=2, local_size=2, device=Named(row.name)))  # pyright: ignore[reportArgumentType]
     if row.world is None:
         with pytest.raises(NotAvailableError, match=f"no name for several ranks on '{row.name}'"):
             _ = ctx.distributed_type

@@ -94,14 +94,14 @@ def swapped(name: str, **given: object) -> None:
 
 @pytest.mark.parametrize("name", takers("scaler_state"))
 def test_a_state_of_another_kind_is_named(name: str) -> None:
-    with pytest.raises(TypeError, match=f"^{name}: scaler_state must be a ScalerState, got MicroBatch"):
+    with pytest.raises(TypeError, match=f"^{name}: scaler_state must be a StepState, got MicroBatch"):
         swapped(name, scaler_state=plan_microbatch(0, 0, 1, 1), micro=None)
 
 
 @pytest.mark.parametrize("name", takers("micro"))
 def test_a_micro_batch_of_another_kind_is_named(name: str) -> None:
     state = af.init_scaler(af.Context())
-    with pytest.raises(TypeError, match=f"^{name}: micro must be a MicroBatch, got ScalerState"):
+    with pytest.raises(TypeError, match=f"^{name}: micro must be a MicroBatch, got StepState"):
         swapped(name, scaler_state=state, micro=state)
 
 

@@ -158,8 +158,8 @@ def test_bitsandbytes_layers_compute_nearly_the_same(options: dict[str, Any], tm
     af.save_model(Context(), plain, tmp_path)
     with af.init_empty_weights():
         model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
-    config = af.BnbQuantizationConfig(**options, skip_modules=[])
-    model = af.load_and_quantize_model(model, config, weights_location=tmp_path, device_map={"": 0})
+    config = af.bigmodel.BnbQuantizationConfig(**options, skip_modules=[])
+    model = af.bigmodel.load_and_quantize_model(model, config, weights_location=tmp_path, device_map={"": 0})
     x = torch.randn(64, 256)
     with torch.no_grad():
         expected, found = plain(x), model(x.cuda().half()).float().cpu()
@@ -204,7 +204,7 @@ def test_the_batch_size_shrinks_while_the_gpu_is_full() -> None:
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events:UserWarning")
 def test_profiles_have_kernels() -> None:
-    with af.init_context(kwargs_handlers=[af.ProfileKwargs(activities=["cpu", "cuda"])]) as ctx:
+    with af.init_context(kwargs_handlers=[af.config.ProfileKwargs(activities=["cpu", "cuda"])]) as ctx:
         with af.profile(ctx) as profiler:
             _ = torch.rand(64, 64, device=ctx.device) @ torch.rand(64, 64, device=ctx.device)
             torch.cuda.synchronize()

@@ -37,7 +37,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # From the ground up; packages in one row may not import each other.
 FLOORS = (
     ("errors", "devices", "svg", "lazy", "keys"),
-    ("storage",),
+    ("storage", "config"),
     ("context",),
     ("tree",),
     ("comm",),
@@ -47,7 +47,7 @@ FLOORS = (
     ("checkpoint",),
     ("elastic",),
     ("bigmodel",),
-    ("accelerator",),
+    ("accelerator", "engines"),
     ("launch",),
     ("__main__",),
     ("compat",),
@@ -479,6 +479,14 @@ def test_a_public_definition_is_exported() -> None:
     for module in MODULES:
         loaded = importlib.import_module(module)
         assert own_public_names(loaded) - set(exported_names(loaded)) == set(), module
+
+
+def test_no_module_shares_its_name_with_what_its_package_exports() -> None:
+    """Else a reference of the API shows the module where the function is meant."""
+    for package in PACKAGES:
+        loaded = importlib.import_module(package)
+        below = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
+        assert below & {*getattr(loaded, "__all__", ()), *public_names(loaded)} == set(), package
 
 
 # --- the tree as a whole -------------------------------------------------------------------------

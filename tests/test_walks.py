@@ -58,7 +58,7 @@ def preparing(ctx: af.Context) -> Counter[str]:
 
 def stepping(ctx: af.Context) -> Counter[str]:
     model = af.prepare_model(ctx, nn.Linear(4, 4))
-    optimizer = af.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = af.training.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = af.init_scaler(ctx)
 
     def step() -> None:

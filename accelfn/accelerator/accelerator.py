@@ -32,8 +32,7 @@ from accelfn.accelerator.proxies import (
     unwrap_optimizer,
 )
 from accelfn.accelerator.saving import Saving
-from accelfn.context import Context, ContextOptions, close_context, init_context
-from accelfn.context.config import (
+from accelfn.config import (
     AutocastKwargs,
     CanonicalReduction,
     DataLoaderConfiguration,
@@ -50,13 +49,14 @@ from accelfn.context.config import (
     RNGType,
     TorchDynamoPlugin,
 )
+from accelfn.context import Context, ContextOptions, close_context, init_context
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.optimizers import steps_in_backward
-from accelfn.training.backward import add_gradients
+from accelfn.training.backward_pass import add_gradients
 from accelfn.training.optimizers import list_parameters
-from accelfn.training.prepare import Kind, prepare_kinds
+from accelfn.training.preparation import Kind, prepare_kinds
 from accelfn.training.scaler import may_skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -392,7 +392,7 @@ class Accelerator(Extras, Saving):
         return loss
 
     def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return the output of a model, which may be pipelined; see :func:`accelfn.forward`."""
+        """Return the output of a model, which may be pipelined; see :func:`accelfn.training.forward`."""
         return training.forward(self.context, model, *args, **kwargs)
 
     def autocast(
@@ -424,7 +424,7 @@ class Accelerator(Extras, Saving):
 
     def _unscaled(
         self, operation: str, parameters: Iterable[torch.Tensor] | torch.Tensor
-    ) -> tuple[list[torch.Tensor], training.ScalerState]:
+    ) -> tuple[list[torch.Tensor], training.StepState]:
         self._require_closing_window()
         listed = list_parameters(operation, parameters)
         return listed, self._scaling.unscale_for(self.context, listed)
@@ -546,7 +546,7 @@ class Accelerator(Extras, Saving):
         return comm.main_process_first(self.context)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of each node go first; see :func:`accelfn.local_main_process_first`."""
+        """Let the first process of each node go first; see :func:`accelfn.comm.local_main_process_first`."""
         return comm.local_main_process_first(self.context)
 
     @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 import accelfn.tracking as tracking
 import accelfn.training as training
 from accelfn.accelerator.properties import Holdings
-from accelfn.context.config import ProfileKwargs
+from accelfn.config import ProfileKwargs
 from accelfn.data import MicroBatch, shard_sequence
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import syncing
@@ -95,7 +95,7 @@ class Extras(Holdings):
         return any(steps_in_backward(optimizer) for optimizer in self.optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """Step a LOMO optimizer during backward; see :func:`accelfn.lomo_backward`.
+        """Step a LOMO optimizer during backward; see :func:`accelfn.training.lomo_backward`.
 
         Raises:
             ValueError: Not exactly one LOMO optimizer was prepared.
@@ -104,8 +104,8 @@ class Extras(Holdings):
         if len(found) != 1:
             raise ValueError(
                 f"lomo_backward: needs one prepared Lomo or AdaLomo optimizer, got {len(found)}. Prepare it, "
-                "and keep what prepare returns; for several use accelfn.lomo_backward, which takes the "
-                "optimizer."
+                "and keep what prepare returns; for several use accelfn.training.lomo_backward, which takes "
+                "the optimizer."
             )
         training.lomo_backward(self.context, loss, learning_rate, found[0], self.window)
 
@@ -113,12 +113,12 @@ class Extras(Holdings):
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
         """Average gradients in a backward pass whose forward pass was under ``no_sync``.
 
-        See :func:`accelfn.trigger_sync_in_backward`.
+        See :func:`accelfn.training.trigger_sync_in_backward`.
         """
         return syncing(True, model)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Check whether a model has a device map; see :func:`accelfn.verify_device_map`."""
+        """Check whether a model has a device map; see :func:`accelfn.training.verify_device_map`."""
         return training.verify_device_map(model)
 
     def profile(
@@ -128,7 +128,7 @@ class Extras(Holdings):
         return tracking.profile(self.context, profile_handler)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects, and free memory; see :func:`accelfn.release_memory`."""
+        """Forget all prepared objects, and free memory; see :func:`accelfn.training.release_memory`."""
         training.close_engines(self.models)
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
@@ -181,7 +181,7 @@ class Extras(Holdings):
             tracking.log(self._run, values, step, log_kwargs=log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker by its name, or its underlying object; see :func:`accelfn.get_tracker`.
+        """Return a tracker by its name, or its underlying object; see :func:`accelfn.tracking.get_tracker`.
 
         Without trackers it is a stand-in, whose calls do nothing.
         """

@@ -29,8 +29,8 @@ class LocalSGD:
                     local_sgd.step()
 
     Gradients are not averaged inside. The parameters are averaged once more at the end, but not after an
-    exception, where other ranks may be elsewhere. The functions are :func:`accelfn.local_sgd_step` and
-    :func:`accelfn.average_parameters`.
+    exception, where other ranks may be elsewhere. The functions are
+    :func:`accelfn.training.local_sgd_step` and :func:`accelfn.training.average_parameters`.
 
     Ranks: every rank of the accelerator's world.
     """
@@ -80,7 +80,7 @@ class LocalSGD:
             training.average_parameters(self._accelerator.context, self._model)
 
     def step(self) -> None:
-        """Count an optimizer step, where the window closes; see :func:`accelfn.local_sgd_step`."""
+        """Count an optimizer step, where the window closes; see :func:`accelfn.training.local_sgd_step`."""
         if self.enabled and self._accelerator.sync_gradients:
             self._state = training.local_sgd_step(
                 self._accelerator.context, self._model, self._state, every=self.local_sgd_steps

@@ -19,8 +19,7 @@ import accelfn.comm as comm
 from accelfn.accelerator.proxies import AcceleratedDataLoader
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.accelerator.scaler_states import Scaling
-from accelfn.context import Context
-from accelfn.context.config import (
+from accelfn.config import (
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedType,
@@ -28,6 +27,7 @@ from accelfn.context.config import (
     ParallelismConfig,
     ProjectConfiguration,
 )
+from accelfn.context import Context
 from accelfn.data import MicroBatch, Uneven
 from accelfn.parallel.strategies.fp8 import fp8_backend_of
 

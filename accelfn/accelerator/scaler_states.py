@@ -12,7 +12,7 @@ import accelfn.training as training
 from accelfn.accelerator.registry import WeakRegistry
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.training import ScalerState
+from accelfn.training import StepState
 from accelfn.training.optimizers import parameters_in, parameters_of
 
 
@@ -29,16 +29,16 @@ class Scaling:
         self._state = training.init_scaler(ctx)
         # By optimizer: the state of its unscaled gradients, of its steps since the latest loss, and of its
         # latest step.
-        self._unscaled: dict[int, ScalerState] = {}
-        self._stepped: dict[int, ScalerState] = {}
-        self._latest: dict[int, ScalerState] = {}
+        self._unscaled: dict[int, StepState] = {}
+        self._stepped: dict[int, StepState] = {}
+        self._latest: dict[int, StepState] = {}
 
     @property
-    def state(self) -> ScalerState:
+    def state(self) -> StepState:
         """The state of the next loss."""
         return self._state
 
-    def settled(self, ctx: Context) -> ScalerState:
+    def settled(self, ctx: Context) -> StepState:
         """Return the state for the next loss, updated by the steps since the latest one. Changes nothing."""
         if not self._stepped:
             return self._state
@@ -48,12 +48,12 @@ class Scaling:
             state = training.update_scaler(ctx, state._replace(found_inf=found))
         return state._replace(weight=None)
 
-    def restore(self, state: ScalerState) -> None:
+    def restore(self, state: StepState) -> None:
         """Continue from a saved state, and forget the current gradients."""
         self._state = state
         self._unscaled, self._stepped, self._latest = {}, {}, {}
 
-    def begin_loss(self, ctx: Context) -> ScalerState:
+    def begin_loss(self, ctx: Context) -> StepState:
         """Update the state by the steps since the latest loss, and return it for the next one."""
         if self._stepped:
             before = self._state
@@ -75,7 +75,7 @@ class Scaling:
             self._stepped, self._unscaled = {}, {}
         return self._state
 
-    def end_loss(self, state: ScalerState) -> None:
+    def end_loss(self, state: StepState) -> None:
         """Store the state that ``backward`` returned."""
         # While a window is open, the proxies of optimizers do nothing.
         self._state = state._replace(is_open=None) if state.is_open else state
@@ -84,7 +84,7 @@ class Scaling:
         """Forget the losses' weight and the current gradients, which were cleared."""
         self.restore(self._state._replace(weight=None))
 
-    def unscale(self, ctx: Context, optimizers: Iterable[Optimizer]) -> ScalerState:
+    def unscale(self, ctx: Context, optimizers: Iterable[Optimizer]) -> StepState:
         """Divide the gradients of optimizers, each once; return the last state."""
         # Each optimizer continues from its own copy of the losses' state.
         state = self._state
@@ -93,7 +93,7 @@ class Scaling:
             self._unscaled[id(optimizer)] = state = training.unscale_gradients(ctx, optimizer, state)
         return state
 
-    def unscale_for(self, ctx: Context, parameters: Sequence[torch.Tensor]) -> ScalerState:
+    def unscale_for(self, ctx: Context, parameters: Sequence[torch.Tensor]) -> StepState:
         """Divide the gradients of the optimizers that have some of the parameters."""
         if not ctx.precision.scales_loss and self._state.weight is None:
             return self._state

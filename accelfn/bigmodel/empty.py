@@ -24,7 +24,7 @@ from torch.overrides import (
 from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from accelfn.context.config.settings import read_settings
+from accelfn.config.settings import read_settings
 from accelfn.weights.places import check_device, is_on, read_place
 
 _VARIABLES = ("ACCELFN_INIT_INCLUDE_BUFFERS", "ACCELERATE_INIT_INCLUDE_BUFFERS")

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from accelfn.context.config.checks import (
+from accelfn.config.checks import (
     settle,
     settle_fields,
     unchecked,

@@ -7,10 +7,10 @@ from accelfn.checkpoint.convert import Conversion, convert_checkpoint
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
 from accelfn.checkpoint.load import find_checkpoint, find_files, load_latest, load_state, load_tree
-from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.save import save_state, save_tree
-from accelfn.checkpoint.save_model import save_model, save_object
+from accelfn.checkpoint.save_weights import save_model, save_object
 from accelfn.checkpoint.sharded_folder import merge_fsdp_weights
+from accelfn.checkpoint.stop_signals import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
 from accelfn.weights.index import find_weights
 from accelfn.weights.load import LoadReport, load_model

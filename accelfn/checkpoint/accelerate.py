@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.checkpoint.sharded_folder import read_sharded_folder
-from accelfn.context.config import GradScalerKwargs
+from accelfn.config import GradScalerKwargs
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
-from accelfn.training import ScalerState
+from accelfn.training import StepState
 from accelfn.weights.open import read_weights
 from accelfn.weights.torch_file import read_torch_file
 
@@ -79,7 +79,7 @@ def read_accelerate(directory: str | os.PathLike[str]) -> dict[str, Any]:
           parameter has its name if the file has names (as from FSDP); otherwise ``"#3"`` is the fourth
           parameter of the optimizer, resolved when an optimizer loads the state;
         - ``scheduler``, ``sampler``, ``loader``, ..., ``custom_0``, ...: the state of each;
-        - ``scaler``: an :class:`accelfn.training.ScalerState`;
+        - ``scaler``: an :class:`accelfn.training.StepState`;
         - ``random``: the state of the generators by rank, None for a rank without a file;
         - ``step``: the number of steps that Accelerate counted.
 
@@ -111,7 +111,7 @@ def read_folder(folder: Path, kinds: Collection[str] = (*_KINDS, "scaler", "rand
     if "scaler" in kinds and (folder / "scaler.pt").is_file():
         state = _read_dict(folder / "scaler.pt")
         if state:  # empty if the scaler was disabled
-            tree["scaler"] = ScalerState(
+            tree["scaler"] = StepState(
                 scale=torch.tensor(float(state["scale"]), dtype=torch.float32),
                 growth_tracker=torch.tensor(int(state["_growth_tracker"]), dtype=torch.int32),
                 found_inf=torch.zeros((), dtype=torch.float32),

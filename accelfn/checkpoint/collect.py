@@ -23,7 +23,7 @@ from accelfn.context import Context
 from accelfn.errors import CheckpointError
 from accelfn.parallel.pointers import WholeModel, whole_of
 from accelfn.parallel.values import check_filled
-from accelfn.training import ScalerState, unwrap_model
+from accelfn.training import StepState, unwrap_model
 from accelfn.training.scaler import check_scaler
 from accelfn.tree.digest import digest_tensors
 from accelfn.weights.dtypes import dtype_name
@@ -108,11 +108,11 @@ def collect_state(ctx: Context, tree: Any, operation: str = "save_state") -> Col
 
 def _without_gradients(operation: str, tree: Any) -> Any:
     """Reset the fields of scaler states that describe current gradients, which aren't saved."""
-    if not any(isinstance(one, ScalerState) for one in optree.tree_leaves(tree, is_leaf=_is_scaler)):
+    if not any(isinstance(one, StepState) for one in optree.tree_leaves(tree, is_leaf=_is_scaler)):
         return tree
 
     def forget(leaf: Any) -> Any:
-        if not isinstance(leaf, ScalerState):
+        if not isinstance(leaf, StepState):
             return leaf
         check_scaler(operation, leaf)
         return leaf._replace(unscaled=(), weight=None, is_open=None)
@@ -121,7 +121,7 @@ def _without_gradients(operation: str, tree: Any) -> Any:
 
 
 def _is_scaler(value: Any) -> bool:
-    return isinstance(value, ScalerState)
+    return isinstance(value, StepState)
 
 
 def _state_of(operation: str, thing: Any, names: Names) -> Any:

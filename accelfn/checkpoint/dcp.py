@@ -27,7 +27,7 @@ from accelfn.checkpoint.stand_ins import Optimizer, State, states_in
 from accelfn.errors import CheckpointError
 from accelfn.storage.disk import naming
 from accelfn.storage.object_store import disk_at
-from accelfn.training import ScalerState
+from accelfn.training import StepState
 
 _STATE, _GROUPS = "state.", "param_groups."
 
@@ -106,8 +106,8 @@ def _with_stand_ins(value: Any) -> Any:
     entries = cast("dict[str, Any]", value)
     if _are_of_optimizer(entries):
         return Optimizer(_nested(entries))
-    if entries.keys() == {*ScalerState._fields}:  # written as a dict, see torch_form
-        return ScalerState(**entries)
+    if entries.keys() == {*StepState._fields}:  # written as a dict, see torch_form
+        return StepState(**entries)
     is_outer = any(
         isinstance(child, dict)
         and (

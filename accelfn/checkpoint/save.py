@@ -50,8 +50,8 @@ from accelfn.checkpoint.scheduled_disk import disk_of
 from accelfn.checkpoint.stages import join_stages
 from accelfn.checkpoint.write import Job, begin_job, write_job
 from accelfn.comm import catch, check_replicas
+from accelfn.config import GuardMode
 from accelfn.context import Context, news, takes_context
-from accelfn.context.config import GuardMode
 from accelfn.errors import MissingRankError, ReplicaDriftError
 from accelfn.parallel.engines import with_plain_objects
 from accelfn.parallel.pointers import WholeModel

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from accelfn.config import GuardMode
 from accelfn.context import Context, Unsettled, call_site, publish, takes_context, text_of
-from accelfn.context.config import GuardMode
 from accelfn.errors import Caller, Disagreement, MismatchError, RemoteRankError, UnevenDataError
 from accelfn.tree import PackSpec, TreeSpec, flatten
 

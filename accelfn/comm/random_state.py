@@ -14,6 +14,7 @@ import torch
 from accelfn.comm.agreement import Call, as_bytes, as_tensor, catch
 from accelfn.comm.objects import broadcast_bytes
 from accelfn.comm.transfer import unwrap
+from accelfn.config import RNGType
 from accelfn.context import (
     Context,
     device_random_state,
@@ -21,7 +22,6 @@ from accelfn.context import (
     set_device_random_state,
     takes_context,
 )
-from accelfn.context.config import RNGType
 from accelfn.errors import ConfigurationError
 
 

@@ -27,8 +27,8 @@ from accelfn.compat.scaler import ScalerView
 from accelfn.compat.shards import BatchSamplerShard
 from accelfn.compat.states import AcceleratorState, GradientState
 from accelfn.compat.trackers import registered
+from accelfn.config import DynamoBackend, LoggerType
 from accelfn.context import ContextOptions
-from accelfn.context.config import DynamoBackend, LoggerType
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
 from accelfn.launch.kinds import suggest

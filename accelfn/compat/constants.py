@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import accelfn.context.config as config
-from accelfn.context.config import AutoWrapPolicy, BackwardPrefetch, ShardingStrategy, StringEnum
+import accelfn.config as config
+from accelfn.config import AutoWrapPolicy, BackwardPrefetch, ShardingStrategy, StringEnum
 
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"

@@ -11,9 +11,9 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
+from accelfn.config import read_settings
+from accelfn.config.handlers import sort_handlers
 from accelfn.context import Context, ContextOptions, close_context, init_context
-from accelfn.context.config import read_settings
-from accelfn.context.config.handlers import sort_handlers
 from accelfn.context.options import drop_none, merge_settings
 from accelfn.errors import ConfigurationError
 from accelfn.tracking import GeneralTracker

@@ -11,7 +11,7 @@ from torch import nn
 
 import accelfn.checkpoint as checkpoint
 from accelfn.compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
-from accelfn.context.config import DeepSpeedPlugin
+from accelfn.config import DeepSpeedPlugin
 
 Directory = str | os.PathLike[str]
 

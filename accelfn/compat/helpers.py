@@ -211,5 +211,5 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def load_and_quantize_model(model: M, bnb_quantization_config: Any, *args: Any, **kwargs: Any) -> M:
-    """Quantise the linear layers of a model; see :func:`accelfn.load_and_quantize_model`."""
+    """Quantise the linear layers of a model; see :func:`accelfn.bigmodel.load_and_quantize_model`."""
     return bigmodel.load_and_quantize_model(model, freeze(bnb_quantization_config), *args, **kwargs)

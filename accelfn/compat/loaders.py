@@ -15,8 +15,8 @@ import accelfn.data as data
 from accelfn.accelerator import AcceleratedDataLoader, Accelerator
 from accelfn.compat.current import current
 from accelfn.compat.shards import BatchSamplerShard, SeedableRandomSampler
+from accelfn.config import DataLoaderConfiguration
 from accelfn.context import Context
-from accelfn.context.config import DataLoaderConfiguration
 from accelfn.data.loader import passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.rebuild import batch_sampler_of, remake, sampler_of, twin_of

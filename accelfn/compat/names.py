@@ -122,7 +122,7 @@ _TABLE = """
     logging: get_logger
     tracking: LOGGER_TYPE_TO_CLASS filter_trackers get_available_trackers on_main_process
         register_tracker_class
-.context.config
+.config
     accelerate utils.dataclasses: DDPCommunicationHookType
     accelerator utils.dataclasses: DynamoBackend LoggerType PrecisionType RNGType
 .data

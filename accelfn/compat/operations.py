@@ -85,7 +85,7 @@ def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | Non
 
 
 def synchronize_rng_states(rng_types: Sequence[Any], generator: torch.Generator | None = None) -> None:
-    """Set random states to rank 0's. See :func:`accelfn.synchronize_rng_states`."""
+    """Set random states to rank 0's. See :func:`accelfn.comm.synchronize_rng_states`."""
     comm.synchronize_rng_states(current().context, [str(kind) for kind in rng_types], generator)
 
 

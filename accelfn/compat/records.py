@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-import accelfn.context.config as config
+import accelfn.config as config
 from accelfn.bigmodel import BnbQuantizationConfig as FrozenBnbQuantizationConfig
 from accelfn.compat.engines import HfDeepSpeedConfig
 from accelfn.errors import ConfigurationError
@@ -145,23 +145,23 @@ def freeze(value: Any) -> Any:
 
 
 class AutocastKwargs(MutableRecord, record=config.AutocastKwargs):
-    """Options of ``torch.autocast``; see :class:`accelfn.AutocastKwargs`."""
+    """Options of ``torch.autocast``; see :class:`accelfn.config.AutocastKwargs`."""
 
 
 class DistributedDataParallelKwargs(MutableRecord, record=config.DistributedDataParallelKwargs):
-    """Options of torch's wrapper; see :class:`accelfn.DistributedDataParallelKwargs`."""
+    """Options of torch's wrapper; see :class:`accelfn.config.DistributedDataParallelKwargs`."""
 
 
 class GradScalerKwargs(MutableRecord, record=config.GradScalerKwargs):
-    """Options of the loss scaler; see :class:`accelfn.GradScalerKwargs`."""
+    """Options of the loss scaler; see :class:`accelfn.config.GradScalerKwargs`."""
 
 
 class InitProcessGroupKwargs(MutableRecord, record=config.InitProcessGroupKwargs):
-    """Options of the process group; see :class:`accelfn.InitProcessGroupKwargs`."""
+    """Options of the process group; see :class:`accelfn.config.InitProcessGroupKwargs`."""
 
 
 class ProfileKwargs(MutableRecord, record=config.ProfileKwargs):
-    """Options of torch's profiler; see :class:`accelfn.ProfileKwargs`."""
+    """Options of torch's profiler; see :class:`accelfn.config.ProfileKwargs`."""
 
 
 class FP8RecipeKwargs(
@@ -172,23 +172,23 @@ class FP8RecipeKwargs(
         override_linear_precision use_mxfp8_block_scaling backend
     """,
 ):
-    """Options of 8-bit training; see :class:`accelfn.FP8RecipeKwargs`."""
+    """Options of 8-bit training; see :class:`accelfn.config.FP8RecipeKwargs`."""
 
 
 class AORecipeKwargs(MutableRecord, record=config.AORecipeKwargs):
-    """Options of torchao's 8-bit training; see :class:`accelfn.AORecipeKwargs`."""
+    """Options of torchao's 8-bit training; see :class:`accelfn.config.AORecipeKwargs`."""
 
 
 class TERecipeKwargs(MutableRecord, record=config.TERecipeKwargs):
-    """Options of TransformerEngine; see :class:`accelfn.TERecipeKwargs`."""
+    """Options of TransformerEngine; see :class:`accelfn.config.TERecipeKwargs`."""
 
 
 class MSAMPRecipeKwargs(MutableRecord, record=config.MSAMPRecipeKwargs):
-    """Options of MS-AMP; see :class:`accelfn.MSAMPRecipeKwargs`."""
+    """Options of MS-AMP; see :class:`accelfn.config.MSAMPRecipeKwargs`."""
 
 
 class TorchDynamoPlugin(MutableRecord, record=config.TorchDynamoPlugin):
-    """Options of torch.compile; see :class:`accelfn.TorchDynamoPlugin`."""
+    """Options of torch.compile; see :class:`accelfn.config.TorchDynamoPlugin`."""
 
 
 class GradientAccumulationPlugin(MutableRecord, record=config.GradientAccumulationPlugin):
@@ -200,7 +200,7 @@ class DataLoaderConfiguration(MutableRecord, record=config.DataLoaderConfigurati
 
 
 class ProjectConfiguration(MutableRecord, record=config.ProjectConfiguration):
-    """Directories of the outputs; see :class:`accelfn.ProjectConfiguration`."""
+    """Directories of the outputs; see :class:`accelfn.config.ProjectConfiguration`."""
 
     def __post_init__(self) -> None:
         """Set the fields that are None to their defaults, or to what follows from others."""
@@ -252,7 +252,7 @@ class FullyShardedDataParallelPlugin(
 
 
 class DeepSpeedPlugin(MutableRecord, record=config.DeepSpeedPlugin):
-    """Options of DeepSpeed; see :class:`accelfn.DeepSpeedPlugin`.
+    """Options of DeepSpeed; see :class:`accelfn.config.DeepSpeedPlugin`.
 
     Without a configuration it reads the launcher's variables. The configuration may be changed until
     ``prepare``: transformers' ``Trainer`` fills its "auto" late.
@@ -324,7 +324,7 @@ class DeepSpeedPlugin(MutableRecord, record=config.DeepSpeedPlugin):
 
 
 class MegatronLMPlugin(MutableRecord, record=config.MegatronLMPlugin):
-    """Options of Megatron-LM, by name; see :class:`accelfn.MegatronLMPlugin`."""
+    """Options of Megatron-LM, by name; see :class:`accelfn.config.MegatronLMPlugin`."""
 
 
 class TorchTensorParallelConfig(MutableRecord, record=config.TorchTensorParallelConfig):
@@ -385,4 +385,4 @@ class DeepSpeedSequenceParallelConfig:
 
 
 class BnbQuantizationConfig(MutableRecord, record=FrozenBnbQuantizationConfig):
-    """Options of bitsandbytes; see :class:`accelfn.BnbQuantizationConfig`."""
+    """Options of bitsandbytes; see :class:`accelfn.bigmodel.BnbQuantizationConfig`."""

@@ -11,8 +11,8 @@ import torch
 import accelfn.accelerator as shim
 from accelfn.compat.constants import DistributedType
 from accelfn.compat.current import CurrentAccelerator, Loop, current
+from accelfn.config import InitProcessGroupKwargs
 from accelfn.context import Context
-from accelfn.context.config import InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError
 
 

@@ -15,7 +15,7 @@ from accelfn.context.collectives import (
     StartedAllGather as StartedAllGather,
     chunk_bytes as chunk_bytes,
 )
-from accelfn.context.config import Config as Config, Precision as Precision, Strategy as Strategy
+from accelfn.config import Config as Config, Precision as Precision, Strategy as Strategy
 from accelfn.context.context import (
     Context as Context,
     close_context as close_context,
@@ -32,7 +32,7 @@ from accelfn.context.device import (
     plan_device as plan_device,
     read_hardware as read_hardware,
 )
-from accelfn.context.device_module import (
+from accelfn.context.device_modules import (
     device_module as device_module,
     device_random_state as device_random_state,
     empty_device_cache as empty_device_cache,

@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 from typing_extensions import ParamSpec, Self, Unpack
 
-from accelfn.context.collectives import Collectives, disconnected
-from accelfn.context.config import (
+from accelfn.config import (
     Config,
     DistributedType,
     GuardMode,
 )
-from accelfn.context.config.handlers import sort_handlers
+from accelfn.config.handlers import sort_handlers
+from accelfn.context.collectives import Collectives, disconnected
 from accelfn.context.device import check_precision, read_hardware
 from accelfn.context.failure import announce_end, publish
 from accelfn.context.mesh import AXES, Mesh, MeshPlan, build_mesh, plan_mesh

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-from accelfn.context.config import (
+from accelfn.config import (
     AORecipeKwargs,
     FP8Backend,
     Fp8Choice,
@@ -20,7 +20,7 @@ from accelfn.context.config import (
     choose_fp8,
     list_fp8_packages,
 )
-from accelfn.context.device_module import device_module
+from accelfn.context.device_modules import device_module
 from accelfn.context.environment import EnvironmentPlan
 from accelfn.context.xla import read_xla
 from accelfn.devices import DEVICE_TYPES, DeviceType, device_type, has_false_peers

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed's are untyped
 from typing_extensions import Unpack
 
-from accelfn.context.call_log import call_site
-from accelfn.context.collectives import Collectives
-from accelfn.context.config import (
+from accelfn.config import (
     Guard,
     InitProcessGroupKwargs,
     read_settings,
 )
-from accelfn.context.config.handlers import sort_handlers
+from accelfn.config.handlers import sort_handlers
+from accelfn.context.call_log import call_site
+from accelfn.context.collectives import Collectives
 from accelfn.context.context import Context, close_context, with_mesh, with_window
 from accelfn.context.device import (
     DevicePlan,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from accelfn.config.parallelism import AXES, ParallelismConfig
 from accelfn.context.collectives import Collectives, Part, disconnected
-from accelfn.context.config.parallelism import AXES, ParallelismConfig
 from accelfn.context.failure import announce_end
 from accelfn.context.process_group import gather_number, is_registered
 from accelfn.context.world import World, WorldIdentity, numbers_among

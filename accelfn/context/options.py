@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypedDict, TypeVar, cast
 
-from accelfn.context.config import (
+from accelfn.config import (
     CanonicalReduction,
     Config,
     DataLoaderConfiguration,
@@ -32,10 +32,10 @@ from accelfn.context.config import (
     Strategy,
     TorchDynamoPlugin,
 )
-from accelfn.context.config.checks import did_you_mean
-from accelfn.context.config.fsdp import check_fsdp
-from accelfn.context.config.handlers import sort_handlers
-from accelfn.context.config.records import settle_log_with
+from accelfn.config.checks import did_you_mean
+from accelfn.config.fsdp import check_fsdp
+from accelfn.config.handlers import sort_handlers
+from accelfn.config.records import settle_log_with
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 C = TypeVar("C", bound=Config)

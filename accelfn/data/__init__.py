@@ -17,7 +17,7 @@ from accelfn.data.order import Order, permute, read_order
 from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
 from accelfn.data.resume import LoaderState
 from accelfn.data.sequence import gather_sequence, shard_sequence
-from accelfn.data.windows import Window, num_steps, windows
+from accelfn.data.window import Window, num_steps, windows
 from accelfn.lazy import find_name as _find_name
 from accelfn.lazy import list_names as _list_names
 

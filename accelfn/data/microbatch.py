@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 
 from accelfn.comm import Call, check, failing_together, gather_bytes
+from accelfn.config import GuardMode
 from accelfn.context import Context, takes_context
-from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader, passes_of
 from accelfn.data.passes import Position
 from accelfn.data.plan import BatchInfo
@@ -101,6 +101,11 @@ class MicroBatch(NamedTuple):
     pass_valid: int | None = None
     pass_is_full: bool = False
     draws: Draws | None = None
+
+    @property
+    def closes_window(self) -> bool:
+        """Whether the window ends with this batch: ``sync``, by what it says of the loop."""
+        return self.sync
 
 
 def plan_microbatch(

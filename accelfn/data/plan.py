@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from accelfn.config import ParallelismConfig
 from accelfn.context import plan_mesh
-from accelfn.context.config import ParallelismConfig
 from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 

@@ -27,7 +27,7 @@ from accelfn.checkpoint.stages import join_stages
 from accelfn.comm import catch
 from accelfn.comm.agreement import as_bytes, as_tensor
 from accelfn.context import Context
-from accelfn.elastic.snapshot import Key, Memory, Share
+from accelfn.elastic.memory import Key, Memory, Share
 from accelfn.weights.dtypes import contiguous_copy, copyable, dtype_from_name
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Offer(NamedTuple):
 
     Attributes:
         key: Of the snapshot.
-        owner: As of :class:`~accelfn.elastic.snapshot.Share`.
+        owner: As of :class:`~accelfn.elastic.memory.Share`.
         size: Number of ranks of the world that took it.
         is_copy: As of ``Share``.
         needs_all: As of ``Share``.

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 from typing_extensions import Unpack
 
 from accelfn.checkpoint import load_latest
+from accelfn.config import read_settings
 from accelfn.context import (
     Context,
     EnvironmentPlan,
@@ -36,7 +37,6 @@ from accelfn.context import (
     store_board,
     text_of,
 )
-from accelfn.context.config import read_settings
 from accelfn.context.failure import (
     Loss,
     announce_loss,
@@ -57,7 +57,7 @@ from accelfn.elastic.membership import (
     meet,
     place_in,
 )
-from accelfn.elastic.snapshot import CONNECT, Memory, Regroup
+from accelfn.elastic.memory import CONNECT, Memory, Regroup
 from accelfn.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
@@ -134,7 +134,7 @@ def run_elastic(
 
     A rank is lost if its process dies, stops answering, or raises. The operations of the other ranks end with
     an error by name, which leaves ``train``. Their processes aren't restarted: they form a new world, take
-    the newest snapshot (:func:`accelfn.remember`) that they hold whole, and call ``train`` again with it.
+    the newest snapshot (:func:`accelfn.snapshot`) that they hold whole, and call ``train`` again with it.
     Processes that the launcher starts instead (``--max_restarts``) join at a later snapshot. Samples come in
     the same global order, so with ``reduction="canonical"`` (exact mode) the final weights have the same bits
     as those of a run without losses.
@@ -177,7 +177,7 @@ def run_elastic(
     >>> def train(ctx, state):
     ...     while state["step"] < 3:
     ...         state["step"] += 1
-    ...         af.remember(ctx, state)
+    ...         af.snapshot(ctx, state)
     ...     return state["step"]
     >>> run_elastic(train, lambda ctx: {"step": 0}, cpu=True)
     3

@@ -12,6 +12,11 @@ from accelfn.lazy import find_name as _find_name, list_names as _list_names
 
 if _TYPE_CHECKING:
     from accelfn.launch.command_line import parse_flags as parse_flags
+    from accelfn.launch.functions import (
+        debug_launcher as debug_launcher,
+        launch_processes as launch_processes,
+        notebook_launcher as notebook_launcher,
+    )
     from accelfn.launch.config import LaunchConfig as LaunchConfig
     from accelfn.launch.sources import Resolved as Resolved, resolve as resolve
     from accelfn.launch.machine import Machine as Machine
@@ -33,6 +38,7 @@ _LAZY = _MappingProxyType(
     {
         "accelfn.launch.command_line": ("parse_flags",),
         "accelfn.launch.config": ("LaunchConfig",),
+        "accelfn.launch.functions": ("debug_launcher", "launch_processes", "notebook_launcher"),
         "accelfn.launch.machine": ("Machine",),
         "accelfn.launch.plan": ("plan_launch",),
         "accelfn.launch.plan_commands": ("LaunchPlan", "Script", "format_plan"),

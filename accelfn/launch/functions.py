@@ -19,9 +19,9 @@ from typing import Any, Concatenate, TypeVar
 import torch
 from typing_extensions import Unpack
 
+from accelfn.config import PrecisionType
+from accelfn.config.checks import did_you_mean
 from accelfn.context import Context, ContextOptions
-from accelfn.context.config import PrecisionType
-from accelfn.context.config.checks import did_you_mean
 from accelfn.context.rendezvous import serve_store
 from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, MissingExtraError
 from accelfn.launch.config import LaunchConfig

@@ -120,7 +120,7 @@ def _plan_mesh(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _asked(options: argparse.Namespace) -> tuple[ContextOptions, int | None]:
     """Return the options of a context that the arguments ask for, and the number of its ranks."""
-    from accelfn.context.config import FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelfn.config import FullyShardedDataParallelPlugin, ParallelismConfig
 
     asked: ContextOptions = {}
     size: int | None = None
@@ -141,7 +141,7 @@ def _asked(options: argparse.Namespace) -> tuple[ContextOptions, int | None]:
 
 def _configured(path: str) -> tuple[ContextOptions, int | None]:
     """Return what a configuration file asks of a context, as ``accelfn launch`` has it, and its ranks."""
-    from accelfn.context.config import read_settings
+    from accelfn.config import read_settings
     from accelfn.context.options import merge_settings
     from accelfn.launch.launch import load_config
     from accelfn.launch.plan import exported_variables

@@ -35,8 +35,8 @@ from accelfn.comm import (
     synchronize_rng_states,
     wait_for_everyone,
 )
+from accelfn.config import DataLoaderConfiguration, GradScalerKwargs, Guard, InitProcessGroupKwargs
 from accelfn.context import JOINED, Context, World, close_context, init_context, text_of
-from accelfn.context.config import DataLoaderConfiguration, GradScalerKwargs, Guard, InitProcessGroupKwargs
 from accelfn.data import gather_for_metrics, loader_state, microbatches, prepare_data_loader, restore_loader
 from accelfn.errors import AccelfnError, RemoteRankError
 from accelfn.launch.self_test import CHECK_NAMES, Result, add_check_flags, print_results, write_result

@@ -15,8 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivate
 
 from accelfn.comm import Call, catch, check, check_later, count_call, gather_bytes
 from accelfn.comm.agreement import Shared, as_bytes, describe_tree
+from accelfn.config import GuardMode
 from accelfn.context import Context, device_random_state
-from accelfn.context.config import GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import Communication, handle_of, swapped, uncompiled
 from accelfn.tree import digest_tensors, flatten, is_dtensor

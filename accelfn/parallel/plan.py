@@ -8,8 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from accelfn.config import FullyShardedDataParallelPlugin
 from accelfn.context import Context, MeshPlan, takes_context
-from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines.xla import XlaShardPlan
 from accelfn.parallel.facts import ModelFacts, list_text, read_facts, table_text

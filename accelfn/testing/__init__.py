@@ -6,7 +6,7 @@ For users' tests as for ours.
 import importlib
 import typing
 
-from accelfn.testing.explore import Exploration, FoundOutcome, explore
+from accelfn.testing.exploration import Exploration, FoundOutcome, explore
 from accelfn.testing.faults import Fault, InjectedFaultError
 from accelfn.testing.ranks import ScheduledRun, Where, run_ranks, run_schedule, scheduling_point
 from accelfn.testing.schedule import Schedule, Step, Switch, Trace

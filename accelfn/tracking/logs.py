@@ -9,8 +9,8 @@ from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.comm import wait_for_everyone
+from accelfn.config import LogLevel
 from accelfn.context import Context, detect_environment
-from accelfn.context.config import LogLevel
 from accelfn.errors import ConfigurationError, MissingExtraError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from accelfn.comm import Call, agree, catch
+from accelfn.config import ProfileKwargs
 from accelfn.context import Context, takes_context
-from accelfn.context.config import ProfileKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 

@@ -14,8 +14,8 @@ from operator import index
 from typing import Any, Literal, cast
 
 from accelfn.comm import catch, failing_together
+from accelfn.config.records import settle_log_with
 from accelfn.context import Context, takes_context
-from accelfn.context.config.records import settle_log_with
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.tracking.adapters import ADAPTERS, BuiltInTracker
 from accelfn.tracking.jsonl import JSONLTracker
@@ -115,7 +115,7 @@ def _find(
     cls = item if isinstance(item, type) else type(item)
     if not issubclass(cls, GeneralTracker):
         raise TypeError(
-            "log_with accepts names, and instances and subclasses of accelfn.GeneralTracker, got "
+            "log_with accepts names, and instances and subclasses of accelfn.tracking.GeneralTracker, got "
             f"{cls.__name__}."
         )
     check_tracker(item)

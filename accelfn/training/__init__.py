@@ -14,7 +14,7 @@ from accelfn.training.window import (
     no_sync as no_sync,
     trigger_sync_in_backward as trigger_sync_in_backward,
 )
-from accelfn.training.backward import (
+from accelfn.training.backward_pass import (
     backward as backward,
     forward as forward,
     forward_backward as forward_backward,
@@ -42,7 +42,7 @@ from accelfn.training.memory import (
     release_memory as release_memory,
 )
 from accelfn.training.placement import verify_device_map as verify_device_map
-from accelfn.training.prepare import (
+from accelfn.training.preparation import (
     prepare as prepare,
     prepare_model as prepare_model,
     prepare_optimizer as prepare_optimizer,
@@ -53,7 +53,7 @@ from accelfn.training.pure_step import (
     PureTrainState as PureTrainState,
 )
 from accelfn.training.scaler import (
-    ScalerState as ScalerState,
+    StepState as StepState,
     init_scaler as init_scaler,
     rescale_gradients as rescale_gradients,
     step_was_skipped as step_was_skipped,
@@ -72,13 +72,17 @@ from accelfn.training.train_step import (
     make_train_step as make_train_step,
 )
 from accelfn.training.unwrap import unwrap_model as unwrap_model
-from accelfn.training.value_and_grad import value_and_grad as value_and_grad
+from accelfn.training.gradients import value_and_grad as value_and_grad
 from accelfn.training.metrics import StepMetrics as StepMetrics
 
 if _TYPE_CHECKING:  # loaded when one is asked for
     from accelfn.parallel.engines.megatron import (
         avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
         gather_across_data_parallel_groups as gather_across_data_parallel_groups,
+    )
+    from accelfn.training.layout_check import (
+        LayoutReport as LayoutReport,
+        verify_layout as verify_layout,
     )
     from accelfn.training.megatron import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
 
@@ -88,6 +92,7 @@ _LAZY = _MappingProxyType(
             "avg_losses_across_data_parallel_group",
             "gather_across_data_parallel_groups",
         ),
+        "accelfn.training.layout_check": ("LayoutReport", "verify_layout"),
         "accelfn.training.megatron": ("MegatronLMDummyDataLoader",),
     }
 )

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accelfn.config import DeepSpeedPlugin
 from accelfn.context import Context
-from accelfn.context.config import DeepSpeedPlugin
 from accelfn.data import PreparedDataLoader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines import (

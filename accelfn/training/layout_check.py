@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.comm import Call, agree, broadcast_object_list, catch, check_replicas, gather_object
+from accelfn.config import GradientAccumulationPlugin
 from accelfn.context import (
     AXES,
     Collectives,
@@ -22,7 +23,6 @@ from accelfn.context import (
     World,
     takes_context,
 )
-from accelfn.context.config import GradientAccumulationPlugin
 from accelfn.data import shard_sequence
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import modules_of, table_text
@@ -32,7 +32,7 @@ from accelfn.parallel.strategies.compilation import without_compile
 from accelfn.parallel.strategies.position_check import precision_of, random_states_restored
 from accelfn.parallel.values import gathered, names_on_meta
 from accelfn.training.loss import Loss
-from accelfn.training.prepare import prepare_model
+from accelfn.training.preparation import prepare_model
 from accelfn.training.train_step import init_train_state, make_train_step
 from accelfn.training.unwrap import unwrap_model
 from accelfn.tree import count_rows, flatten, is_dtensor, map_tensors, slice_tensors

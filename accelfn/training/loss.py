@@ -10,7 +10,7 @@ import torch
 from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.errors import ConfigurationError
-from accelfn.training.scaler import ScalerState, settle_unstepped
+from accelfn.training.scaler import StepState, settle_unstepped
 
 
 class Loss(NamedTuple):
@@ -97,7 +97,7 @@ def divide_loss(
     ctx: Context,
     value: torch.Tensor,
     weight: torch.Tensor | float | None,
-    scaler_state: ScalerState,
+    scaler_state: StepState,
     micro: MicroBatch | None,
 ) -> torch.Tensor:
     """Return the loss to differentiate: a mean divided for its window, multiplied by the loss scale.

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from accelfn.config import MegatronLMPlugin
 from accelfn.context import Context
-from accelfn.context.config import MegatronLMPlugin
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.data.rebuild import batch_sampler_of, remake
 from accelfn.errors import ConfigurationError, NotAvailableError

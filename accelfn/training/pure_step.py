@@ -18,6 +18,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.norm import clip_tensors_
 from accelfn.parallel.strategies.compilation import not_compiled
 from accelfn.training.functional_optimizers import FunctionalOptimizer
+from accelfn.training.gradients import value_and_grad
 from accelfn.training.loss import Loss, read_loss
 from accelfn.training.metrics import (
     StepMetrics,
@@ -30,7 +31,7 @@ from accelfn.training.metrics import (
 )
 from accelfn.training.pieces import Piece, splitter
 from accelfn.training.scaler import (
-    ScalerState,
+    StepState,
     divide_gradients_,
     init_scaler,
     inverse_of_weight,
@@ -38,7 +39,6 @@ from accelfn.training.scaler import (
     update_scaler,
 )
 from accelfn.training.step import check_tensors
-from accelfn.training.value_and_grad import value_and_grad
 from accelfn.tree import flatten, send_to_device
 
 Params = TypeVar("Params")
@@ -80,7 +80,7 @@ class PureTrainState(NamedTuple, Generic[Params]):
 
     params: Params
     optimizer_state: Any
-    scaler: ScalerState
+    scaler: StepState
     num_steps: torch.Tensor
 
 

@@ -17,8 +17,8 @@ import torch
 from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
+from accelfn.config import GradientCheck
 from accelfn.context import Context, takes_context
-from accelfn.context.config import GradientCheck
 from accelfn.data import MicroBatch
 from accelfn.devices import DEVICE_TYPES, device_type
 from accelfn.parallel.engines import EngineOptimizer
@@ -42,7 +42,7 @@ class _Fields(NamedTuple):
 _WITHOUT_FLOAT64 = frozenset(name for name, row in DEVICE_TYPES.items() if not row.has_float64)
 
 
-class ScalerState(_Fields):
+class StepState(_Fields):
     """Loss scale and loss weight, as a value. Reading it on the host waits for the device.
 
     Each state is used once: :func:`accelfn.backward`, :func:`unscale_gradients` and
@@ -77,7 +77,7 @@ class ScalerState(_Fields):
 
 def _no_state(operation: str, found: object) -> TypeError:
     return TypeError(
-        f"{operation}: scaler_state must be a ScalerState, got {type(found).__name__}. Pass the state that "
+        f"{operation}: scaler_state must be a StepState, got {type(found).__name__}. Pass the state that "
         "init_scaler, or the last backward or optimizer_step, returned."
     )
 
@@ -99,12 +99,12 @@ def check_scaler(
         ValueError: Another function has returned a newer one, the latest batch doesn't close the window, or a
             step has used the weight of the latest losses.
     """
-    if not isinstance(scaler_state, ScalerState):
+    if not isinstance(scaler_state, StepState):
         raise _no_state(operation, scaler_state)
     newer = scaler_state.superseded_by
     if newer is not None:
         raise ValueError(
-            f"{operation}: this ScalerState was superseded: {newer} returned a newer one. Probably:\n"
+            f"{operation}: this StepState was superseded: {newer} returned a newer one. Probably:\n"
             "    af.backward(ctx, loss, scaler, micro)  # its result was dropped\n"
             "    scaler = af.optimizer_step(ctx, optimizer, scaler)\n"
             "Write `scaler = af.backward(...)`, and likewise for unscale_gradients and optimizer_step; pass "
@@ -127,7 +127,7 @@ def check_scaler(
 
 
 @takes_context
-def init_scaler(ctx: Context) -> ScalerState:
+def init_scaler(ctx: Context) -> StepState:
     """Return the first state. Without float16 the scale is always 1.
 
     Ranks: local; the same on every rank.
@@ -136,7 +136,7 @@ def init_scaler(ctx: Context) -> ScalerState:
     tensor(1.)
     """
     scale = ctx.precision.scaler.init_scale if ctx.precision.scales_loss else 1.0
-    return ScalerState(
+    return StepState(
         scale=torch.tensor(scale, dtype=torch.float32, device=ctx.device),
         growth_tracker=torch.zeros((), dtype=torch.int32, device=ctx.device),
         found_inf=torch.zeros((), dtype=torch.float32, device=ctx.device),
@@ -146,8 +146,8 @@ def init_scaler(ctx: Context) -> ScalerState:
 
 @takes_context
 def unscale_gradients(
-    ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
-) -> ScalerState:
+    ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: StepState
+) -> StepState:
     """Divide the gradients by the loss scale and by their weight, for clipping or inspecting them.
 
     Writes into the gradients. Does nothing if it is called again for an optimizer before the step, or with
@@ -176,9 +176,7 @@ def unscale_gradients(
     return following
 
 
-def unscale(
-    ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
-) -> ScalerState:
+def unscale(ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: StepState) -> StepState:
     """Run :func:`unscale_gradients` without its checks of the state, which can be used again."""
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
     several = list_optimizers("unscale_gradients", optimizer)
@@ -211,19 +209,19 @@ def unscale(
 
 
 def with_loss(
-    operation: str, scaler_state: ScalerState, weight: torch.Tensor | float | None, micro: MicroBatch | None
-) -> ScalerState:
+    operation: str, scaler_state: StepState, weight: torch.Tensor | float | None, micro: MicroBatch | None
+) -> StepState:
     """Return the state after a backward pass: with the loss weight, and whether the window is still open."""
     total = scaler_state.weight if weight is None else _add_weight(scaler_state, weight)
     is_open = True if micro is not None and not micro.sync else None
-    following = ScalerState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
+    following = StepState(*scaler_state[:5], total, is_open)  # a third of the cost of _replace
     if scaler_state.unstepped is not None:
         following.unstepped = scaler_state.unstepped
     scaler_state.superseded_by = operation
     return following
 
 
-def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
+def _add_weight(scaler_state: StepState, weight: torch.Tensor | float) -> torch.Tensor:
     before = scaler_state.weight
     if before is None:
         # Sums of integers are exact in it, in any order.
@@ -234,8 +232,8 @@ def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torc
 
 
 def divide_gradients_(
-    ctx: Context, gradients: Sequence[torch.Tensor], scaler_state: ScalerState, share: torch.Tensor | None
-) -> ScalerState:
+    ctx: Context, gradients: Sequence[torch.Tensor], scaler_state: StepState, share: torch.Tensor | None
+) -> StepState:
     """Divide gradients by the loss scale, and multiply them by ``share``. Writes into them.
 
     Ranks: local.
@@ -329,7 +327,7 @@ def _as_real(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _gradients_to_divide(
-    optimizers: Sequence[Optimizer], scaler_state: ScalerState, are_scaled: bool
+    optimizers: Sequence[Optimizer], scaler_state: StepState, are_scaled: bool
 ) -> list[torch.Tensor]:
     """Return the gradients of optimizers, after a check of those of scaled losses and of earlier ones."""
     unstepped = scaler_state.unstepped
@@ -354,7 +352,7 @@ def _gradients_to_divide(
     return grads
 
 
-def settle_unstepped(scaler_state: ScalerState) -> None:
+def settle_unstepped(scaler_state: StepState) -> None:
     """Bring gradients that earlier steps left to the present loss scale, and forget those that were cleared.
 
     Writes into the gradients.
@@ -372,7 +370,7 @@ def settle_unstepped(scaler_state: ScalerState) -> None:
         unstepped.scale = scaler_state.scale
 
 
-def unstepped_after(scaler_state: ScalerState, optimizers: Sequence[Optimizer]) -> Unstepped | None:
+def unstepped_after(scaler_state: StepState, optimizers: Sequence[Optimizer]) -> Unstepped | None:
     """Return the gradients that a step of optimizers leaves, of a loss that is scaled or has a weight.
 
     Ranks: local.
@@ -389,7 +387,7 @@ def unstepped_after(scaler_state: ScalerState, optimizers: Sequence[Optimizer]) 
     return Unstepped(left, scaler_state.scale if can_be_added_to else None)
 
 
-def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
+def update_scaler(ctx: Context, scaler_state: StepState) -> StepState:
     """Return the state after a step, which was skipped if ``found_inf`` is set. Pure."""
     options = ctx.precision.scaler
     scale, tracker = scaler_state.scale.clone(), scaler_state.growth_tracker.clone()
@@ -402,7 +400,7 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
             options.backoff_factor,
             options.growth_interval,
         )
-    return ScalerState(
+    return StepState(
         scale=scale,
         growth_tracker=tracker,
         found_inf=scaler_state.found_inf,
@@ -428,11 +426,11 @@ def may_skip(ctx: Context) -> bool:
 
 
 @takes_context
-def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
+def step_was_skipped(ctx: Context, scaler_state: StepState) -> bool:
     """Return whether the latest optimizer step was skipped, for which this waits for the device.
 
     Steps are skipped with float16, and with ``Guard(check_gradients="skip")``.
     """
-    if not isinstance(cast("object", scaler_state), ScalerState):
+    if not isinstance(cast("object", scaler_state), StepState):
         raise _no_state("step_was_skipped", scaler_state)
     return may_skip(ctx) and bool(scaler_state.found_inf.item())

@@ -21,7 +21,7 @@ from accelfn.parallel.pointers import follow
 from accelfn.parallel.step_checks import check_reduced, follow_optimizers, send_buffers
 from accelfn.training.optimizers import list_optimizers, list_parameters, parameters_in
 from accelfn.training.scaler import (
-    ScalerState,
+    StepState,
     check_scaler,
     factor_of_weight,
     may_skip,
@@ -102,7 +102,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     *,
-    scaler_state: ScalerState,
+    scaler_state: StepState,
 ) -> torch.Tensor:
     """Scale the gradients so that their total norm is at most ``max_norm``.
 
@@ -145,7 +145,7 @@ def clip_grad_value_(
     parameters: Iterable[torch.Tensor] | torch.Tensor,
     clip_value: float,
     *,
-    scaler_state: ScalerState,
+    scaler_state: StepState,
 ) -> None:
     """Clamp each entry of the gradients to the range ``-clip_value..clip_value``.
 
@@ -190,7 +190,7 @@ def check_bound(operation: str, name: str, bound: float) -> None:
 
 
 def _ready(
-    operation: str, ctx: Context, parameters: Iterable[torch.Tensor] | torch.Tensor, scaler_state: ScalerState
+    operation: str, ctx: Context, parameters: Iterable[torch.Tensor] | torch.Tensor, scaler_state: StepState
 ) -> list[torch.Tensor]:
     """Return the current parameters, whose gradients must be complete, averaged and divided."""
     check_scaler(operation, scaler_state, is_closed=True)
@@ -213,13 +213,13 @@ _STEPS = "_accelfn_steps"
 def optimizer_step(
     ctx: Context,
     optimizer: Optimizer | Sequence[Optimizer],
-    scaler_state: ScalerState,
+    scaler_state: StepState,
     *,
     micro: MicroBatch | None = None,
     max_norm: float | None = None,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     clear_gradients: bool = True,
-) -> ScalerState:
+) -> StepState:
     """Unscale and clip the gradients, step the optimizer and the scheduler, clear the gradients.
 
     If a float16 gradient overflowed, neither the optimizer nor the scheduler steps; with
@@ -250,7 +250,7 @@ def optimizer_step(
         ConfigurationError: There are several ranks, and gradients were not averaged after the latest backward
             pass, or those of a parameter are never averaged. Steps inside of :func:`no_sync` use each rank's
             own gradients, as in local SGD. Or a schedule-free optimizer is in evaluation mode, or an
-            optimizer steps in :func:`accelfn.lomo_backward`.
+            optimizer steps in :func:`accelfn.training.lomo_backward`.
         NotAvailableError: The parameters are shards, which the optimizer's package can't step.
         NonFiniteGradientError: A gradient has inf or NaN; checked with ``Guard(check_gradients=True)``.
         ReplicaDriftError: The parameters differ between ranks; checked with ``Guard.check_replicas_every``.
@@ -304,8 +304,8 @@ def optimizer_step(
 
 
 def _step(
-    ctx: Context, optimizers: Sequence[Optimizer], scaler_state: ScalerState, max_norm: float | None
-) -> ScalerState:
+    ctx: Context, optimizers: Sequence[Optimizer], scaler_state: StepState, max_norm: float | None
+) -> StepState:
     """Unscale, clip, and step torch's optimizers; return the next state."""
     parameters: list[torch.Tensor] = []
     if ctx.world.size > 1:
@@ -330,7 +330,7 @@ def _step(
     if not (scales or by_norm):
         for item in optimizers:
             item.step()
-        return ScalerState(*scaler_state[:4])
+        return StepState(*scaler_state[:4])
     _step_if_finite(optimizers, scaler_state.found_inf)
     return update_scaler(ctx, scaler_state)
 
@@ -339,9 +339,9 @@ def _step_engines(
     ctx: Context,
     optimizers: Sequence[EngineOptimizer],
     number: int,
-    scaler_state: ScalerState,
+    scaler_state: StepState,
     max_norm: float | None,
-) -> ScalerState:
+) -> StepState:
     """Let engines reduce, unscale, clip and step; return the next state.
 
     Raises:
@@ -350,7 +350,7 @@ def _step_engines(
     if len(optimizers) < number:
         raise ConfigurationError(
             "optimizer_step: got optimizers of an engine and others in one call, but an engine decides by "
-            "itself whether its step is skipped. Step them one by one, each with its own ScalerState."
+            "itself whether its step is skipped. Step them one by one, each with its own StepState."
         )
     if ctx.num_processes > 1:
         count_call(ctx, Call("optimizer_step"))
@@ -415,7 +415,7 @@ def _step_if_finite(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) ->
 def scheduler_step(
     ctx: Context,
     scheduler: LRScheduler,
-    scaler_state: ScalerState | None = None,
+    scaler_state: StepState | None = None,
     *,
     metric: torch.Tensor | float | None = None,
 ) -> None:

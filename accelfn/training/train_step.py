@@ -19,7 +19,7 @@ from accelfn.parallel.engines import EngineOptimizer
 from accelfn.parallel.handle import handle_of, has_engine
 from accelfn.parallel.pointers import repoint
 from accelfn.parallel.strategies.compilation import not_compiled
-from accelfn.training.backward import differentiate, modules_in, run_batch
+from accelfn.training.backward_pass import differentiate, modules_in, run_batch
 from accelfn.training.loss import Loss
 from accelfn.training.metrics import (
     StepMetrics,
@@ -40,7 +40,7 @@ from accelfn.training.pure_step import (
     pure_step,
 )
 from accelfn.training.scaler import (
-    ScalerState,
+    StepState,
     init_scaler,
     inverse_of_weight,
     local_gradients,
@@ -70,7 +70,7 @@ class TrainState(NamedTuple):
         num_steps: Number of windows so far, including skipped ones; int64, shape ``()``.
     """
 
-    scaler: ScalerState
+    scaler: StepState
     num_steps: torch.Tensor
 
 
@@ -93,8 +93,8 @@ def module_step(
     has_engine_step = any(isinstance(one, EngineOptimizer) for one in optimizers)
 
     def finish(
-        scaler: ScalerState, parts: Sequence[Terms], rows: float | None, by_place: bool
-    ) -> tuple[ScalerState, Terms, torch.Tensor | None]:
+        scaler: StepState, parts: Sequence[Terms], rows: float | None, by_place: bool
+    ) -> tuple[StepState, Terms, torch.Tensor | None]:
         if has_engine_step and rows not in (None, 1) and parts[0].weight is None:
             # Seen here, since the mean over the ranks is on the device; they raise where they average.
             check(ctx, Call("make_train_step"), _unequal_rows())

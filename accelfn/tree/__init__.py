@@ -20,7 +20,7 @@ from accelfn.tree.maps import (
     map as map,  # noqa: A004 -- the field's word, used as tree.map
     where as where,
 )
-from accelfn.tree.pack import (
+from accelfn.tree.packing import (
     Buffer as Buffer,
     PackSpec as PackSpec,
     Packed as Packed,

@@ -31,7 +31,7 @@ from typing import Any, cast
 import torch
 from torch import _utils
 
-from accelfn.tree.pack import flatten_tensor
+from accelfn.tree.packing import flatten_tensor
 
 _ROW_WORDS = 128
 _ROW_BYTES = 8 * _ROW_WORDS

@@ -262,7 +262,7 @@ def set_module_tensor_to_device(
     already is shared, not copied.
 
     Effect: on ``module``. The device's memory cache isn't emptied, which would synchronise with the device
-    at each tensor; :func:`accelfn.release_memory` empties it.
+    at each tensor; :func:`accelfn.training.release_memory` empties it.
 
     Ranks: local.
 

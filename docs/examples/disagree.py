@@ -83,7 +83,7 @@ def drifted(ctx: af.Context) -> None:
     weight = torch.ones(4)
     if ctx.rank == 1:
         weight[2] = torch.nextafter(weight[2], torch.tensor(2.0))
-    af.check_replicas(ctx, {"weight": weight})
+    af.comm.check_replicas(ctx, {"weight": weight})
 
 
 IN_MEMORY = (other_shape, other_operation, swapped, skipped, failing, returning, a_batch_fewer, drifted)

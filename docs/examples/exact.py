@@ -17,7 +17,7 @@ def main() -> None:
     af.set_seed(0)
     x = torch.randn(960, 8)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
-    reduction = af.CanonicalReduction(num_microbatches=12)
+    reduction = af.config.CanonicalReduction(num_microbatches=12)
     with af.init_context(reduction=reduction) as ctx:
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)

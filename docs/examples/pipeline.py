@@ -44,7 +44,7 @@ def main() -> None:
 
         with af.init_empty_weights():
             model = Model()
-        pipeline = af.prepare_pipeline(ctx, model, batch(8), checkpoint="pipeline-weights")
+        pipeline = af.bigmodel.prepare_pipeline(ctx, model, batch(8), checkpoint="pipeline-weights")
         af.print_once(ctx, pipeline.plan)
 
         for rows in (8, 3, 20):

@@ -63,7 +63,7 @@ def main() -> None:
     plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
     options: dict[str, Any] = {"mixed_precision": "bf16", "fsdp_plugin": plugin}
     for ranks_per_node in (8, 64):
-        found = af.search_meshes(
+        found = af.parallel.search_meshes(
             64,
             model,
             memory=40 * 10**9,

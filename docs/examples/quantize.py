@@ -34,8 +34,8 @@ class Model(nn.Module):
 
 
 CONFIGS = {
-    "8 bits": af.BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16"),
-    "nf4": af.BnbQuantizationConfig(
+    "8 bits": af.bigmodel.BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16"),
+    "nf4": af.bigmodel.BnbQuantizationConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16"
     ),
 }
@@ -59,7 +59,7 @@ def main() -> None:
         for name, config in CONFIGS.items():
             with af.init_empty_weights():
                 model = Model()
-            af.load_and_quantize_model(model, config, checkpoint)
+            af.bigmodel.load_and_quantize_model(model, config, checkpoint)
             found = model(ids.to(model.embed.weight.device)).cpu()
             error = (found.float() - expected).norm() / expected.norm()
             print(f"{name:7} {megabytes(model.layers):4.1f} MB of layers, {error:.0%} off")

@@ -56,7 +56,7 @@ def main() -> None:
         chain: list[tuple[str, CpuOffload]] = []
         hook: UserCpuOffloadHook | None = None
         for name, model in models.items():
-            _, hook = af.cpu_offload_with_hook(model, device, prev_module_hook=hook)
+            _, hook = af.bigmodel.cpu_offload_with_hook(model, device, prev_module_hook=hook)
             chain.append((name, hook.hook))
             add_hook_to_module(model, Watch(name, chain), append=True)  # inside of the one that is there
         found = run(models, tokens)

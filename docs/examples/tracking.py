@@ -56,7 +56,7 @@ def train(ctx: af.Context, folder: Path, learning_rate: float) -> Path:
                 step += 1
                 mean = af.reduce(ctx, loss.detach(), "mean")
                 af.log(trackers, {"loss": mean, "epoch": epoch}, step=step)
-    af.log_table(trackers, "guesses", ["point", "distance"], rows(ctx, model), step=step)
+    af.tracking.log_table(trackers, "guesses", ["point", "distance"], rows(ctx, model), step=step)
     af.finish(trackers)
     logger.info("%s has ended after %d steps", name, step)
     return folder / "distances" / name

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn.context.config import PipelineParallelConfig
+from accelfn.config import PipelineParallelConfig
 
 WIDTH, HEADS = 64, 4
 
@@ -103,7 +103,7 @@ def main() -> None:
         right = total = 0
         model.eval()
         for (images, labels), micro in af.microbatches(ctx, held_out_loader):
-            answers = af.forward(ctx, model, images).argmax(dim=1)  # on every rank
+            answers = af.training.forward(ctx, model, images).argmax(dim=1)  # on every rank
             found = af.gather_for_metrics(ctx, answers == labels, micro)
             right, total = right + int(found.sum()), total + len(found)
         af.print_once(ctx, f"accuracy on {total} held-out digits: {right / total:.2%}")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn.context.config import TorchTensorParallelConfig
+from accelfn.config import TorchTensorParallelConfig
 
 WIDTH, HEADS = 64, 4
 

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 import accelfn.accelerator.accelerator as module
-from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs
+from accelfn import Accelerator, Context, DataLoaderConfiguration
+from accelfn.config import GradScalerKwargs
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.training.models import filled, sgd
@@ -73,7 +74,7 @@ def by_the_shim(accelerator: Accelerator, clip: bool) -> Weights:
     "options",
     [
         {"gradient_accumulation_steps": 4, "mixed_precision": "fp16"},
-        {"reduction": af.CanonicalReduction(num_microbatches=6)},
+        {"reduction": af.config.CanonicalReduction(num_microbatches=6)},
     ],
     ids=["fp16", "exact"],
 )

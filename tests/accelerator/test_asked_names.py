@@ -11,21 +11,22 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import accelfn
 from accelfn import (
     Accelerator,
-    AutocastKwargs,
     Context,
     DataLoaderConfiguration,
-    DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
-    MegatronLMPlugin,
     ParallelismConfig,
+)
+from accelfn.config import (
+    VARIABLES,
+    AutocastKwargs,
+    DeepSpeedPlugin,
+    MegatronLMPlugin,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accelfn.context.config import VARIABLES
 from accelfn.errors import NotAvailableError
 from accelfn.launch.command_line import parse_flags
 from accelfn.launch.main import main
@@ -79,7 +80,7 @@ def rows() -> list[Row]:
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| `"):
             form = cells[1] if cells[1].startswith("`") else cells[0]
-            found.append(Row(kind, form.strip("`"), cells[1]))
+            found.append(Row(kind, form.partition("`, in ")[0].strip("`"), cells[1]))
     return found
 
 
@@ -139,12 +140,12 @@ def test_a_name_is_there_as_documented(row: Row) -> None:
         else:
             assert main([command, *words, "--help"]) == 0
     else:
-        home = row.here.partition("in `")[2].strip("`")
+        home = import_module(row.here.partition("in `")[2].strip("`") or "accelfn")
         owner, _, name = row.name.rpartition(".")
-        holder: Any = import_module(home) if home else accelfn
+        holder: Any = home
         if row.kind == "Methods":
-            holder = getattr(accelfn, owner) if owner else Accelerator
-            assert hasattr(accelfn, name) or "as a function" not in row.here
+            holder = getattr(home, owner) if owner else Accelerator
+            assert hasattr(home, name) or "as a function" not in row.here
         value = getattr(holder, name)
         if "(" in row.form:  # the fields of classes are given by name
             check_parameters(row.form, value, in_order=row.kind != "Handlers")

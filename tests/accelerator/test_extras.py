@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn import Accelerator, Context, Guard, LocalSGD
+from accelfn import Accelerator, Context, Guard
+from accelfn.accelerator import LocalSGD
 from accelfn.errors import ConfigurationError
 from accelfn.testing import Where, run_ranks
 from tests.training.models import filled, one_weight, sgd, weight_of

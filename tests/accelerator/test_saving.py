@@ -18,7 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
+from accelfn import Accelerator, Context, DataLoaderConfiguration
+from accelfn.config import GradScalerKwargs, ProjectConfiguration
 from accelfn.data import loader_state
 from accelfn.errors import (
     CheckpointMismatchError,

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accelfn as af
-from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs
+from accelfn import Accelerator, Context, DataLoaderConfiguration
+from accelfn.config import GradScalerKwargs
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.training.models import one_weight, sgd, weight_of

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from accelfn import Accelerator, Context, GeneralTracker, ProjectConfiguration
+from accelfn import Accelerator, Context
+from accelfn.config import ProjectConfiguration
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
-from accelfn.tracking import BlankTracker
+from accelfn.tracking import BlankTracker, GeneralTracker
 
 
 class Counter(GeneralTracker):

@@ -1,4 +1,4 @@
-"""Elastic training: what remembering costs, and how long the others pause when a process is killed.
+"""Elastic training: what snapshots cost, and how long the others pause when a process is killed.
 
 ``python -m tests.bench.elastic [cost] [pause] [torchft]`` prints the tables. The last one needs ``--torchft
 PYTHON``: an environment with ``torchft-nightly``, ``optree`` and ``safetensors`` beside torch.
@@ -102,7 +102,7 @@ def launch(num_processes: int, *arguments: str) -> list[str]:
 
 
 def cost_of(kind: str, size: tuple[int, int], rounds: int) -> Cost:
-    """Measure what ``remember`` adds to a step on two processes."""
+    """Measure what ``snapshot`` adds to a step on two processes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = launch(2, name, kind, *map(str, size), str(rounds))
@@ -235,7 +235,7 @@ def print_costs(rounds: int) -> None:
             cpu = f"{100 * cost.snapshot_cpu / EVERY / cost.step_cpu:.2f} %"
             cells = (f"{step * 1e3:.0f}", within, cpu, f"{added} % ({low}, {high})")
             rows.append((f"{shown}, {name} parameters", *cells))
-    columns = ("model", ">step, ms", ">in `remember`", ">processor time", ">whole loops (quartiles)")
+    columns = ("model", ">step, ms", ">in `snapshot`", ">processor time", ">whole loops (quartiles)")
     show_table("elastic-cost", columns, rows)
 
 

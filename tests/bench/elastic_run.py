@@ -2,7 +2,7 @@
 
 ``accelfn launch --elastic --cpu -m tests.bench.elastic_run FOLDER KIND WIDTH BLOCKS [ROUNDS]``: each process
 writes what it does, line by line, to ``FOLDER/SLOT.ATTEMPT``. Without ROUNDS it trains until it is stopped;
-otherwise it times blocks of steps with and without ``remember`` in turn, and ends.
+otherwise it times blocks of steps with and without ``snapshot`` in turn, and ends.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Cost(NamedTuple):
     """What a process has measured, in seconds.
 
     Attributes:
-        steps: Of a step without ``remember``, by block.
-        added: What ``remember`` adds to a step, by block: the difference to the block beside it.
-        within: Spent in ``remember`` per step, by block.
+        steps: Of a step without ``snapshot``, by block.
+        added: What ``snapshot`` adds to a step, by block: the difference to the block beside it.
+        within: Spent in ``snapshot`` per step, by block.
         step_cpu: Processor time of all threads of this process for a step.
         snapshot_cpu: The same for a snapshot and its copy for the neighbour, between steps.
     """
@@ -101,19 +101,19 @@ class Program(NamedTuple):
         try:
             for _ in self.steps(ctx, state):
                 self.diary.note("step", state["step"])
-                af.remember(ctx, state, every=EVERY)
+                af.snapshot(ctx, state, every=EVERY)
         except Exception:
             self.diary.note("error", state["step"])
             raise
 
     def measure(self, ctx: af.Context, state: dict[str, Any]) -> Cost:
-        """Time blocks of steps with and without ``remember``, in turn."""
+        """Time blocks of steps with and without ``snapshot``, in turn."""
         steps = self.steps(ctx, state)
         within = [0.0]
 
-        def remember() -> None:
+        def with_snapshots() -> None:
             start = time.perf_counter()
-            af.remember(ctx, state, every=EVERY)
+            af.snapshot(ctx, state, every=EVERY)
             within[0] += time.perf_counter() - start
 
         def block(count: int, after: Callable[[], object]) -> tuple[float, float]:
@@ -125,8 +125,8 @@ class Program(NamedTuple):
             af.wait_for_everyone(ctx)
             return (time.perf_counter() - start) / count, (time.process_time() - start_cpu) / count
 
-        block(_WARM_UP, remember)
-        ways: dict[str, Callable[[], object]] = {"with": remember, "without": lambda: None}
+        block(_WARM_UP, with_snapshots)
+        ways: dict[str, Callable[[], object]] = {"with": with_snapshots, "without": lambda: None}
         rows: list[tuple[float, float, float]] = []
         cpu: list[float] = []
         for number in range(self.rounds):
@@ -144,7 +144,7 @@ class Program(NamedTuple):
         for _ in range(10):
             af.wait_for_everyone(ctx)
             start = time.process_time()
-            af.remember(ctx, state, every=1)
+            af.snapshot(ctx, state, every=1)
             snapshots.settle()
             taken.append(time.process_time() - start)
         return statistics.median(taken)

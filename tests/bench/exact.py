@@ -21,7 +21,7 @@ def measure(ctx: af.Context) -> None:
     rows: dict[str, Times] = {}
     for name, make in (("transformer", Encoder), ("wide", wide)):
         for number in (2, 4, 12):
-            exact = ctx.replace(reduction=af.CanonicalReduction(num_microbatches=number))
+            exact = ctx.replace(reduction=af.config.CanonicalReduction(num_microbatches=number))
             mean = ctx.replace(gradient_accumulation_steps=number // ctx.num_processes)
             ways = {"exact mode": training_step(exact, make), "the mean": training_step(mean, make)}
             rows[f"{name}, {number} microbatches"] = compare(ways, calls=2, before=plain.barrier)

@@ -125,7 +125,7 @@ def by_hand(rank: int, num_ranks: int, size: tuple[int, int]) -> tuple[nn.Module
     return model, stepped(lambda: loss_of(model, batch), optimizer)
 
 
-def options(ep_size: int) -> af.ContextOptions:
+def options(ep_size: int) -> af.context.ContextOptions:
     """Return the options of a context whose two ranks shard by FSDP2; ``ep_size`` of them share experts."""
     config = af.ParallelismConfig(dp_shard_size=2, ep_size=ep_size)
     return {"cpu": True, "parallelism_config": config}

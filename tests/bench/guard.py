@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.context.config import GuardMode
+from accelfn.config import GuardMode
 from tests.bench.sharding import Step, stepped
 from tests.bench.timing import compare, on_ranks, plain, show_beside
 

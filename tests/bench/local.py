@@ -22,7 +22,7 @@ def main() -> None:
     tree, part = small_tree(0), slice(0, 16)
     calls: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "send_to_device": (lambda: af.send_to_device(tree, "cpu"), lambda: peer.send_to_device(tree, "cpu")),
-        "find_batch_size": (lambda: af.find_batch_size(tree), lambda: peer.find_batch_size(tree)),
+        "find_batch_size": (lambda: af.tree.find_batch_size(tree), lambda: peer.find_batch_size(tree)),
         "slice_tensors": (
             lambda: af.slice_tensors(tree, part),
             lambda: operations.slice_tensors(tree, part),

@@ -39,7 +39,7 @@ from accelfn.context import Collectives, Context, MessageBoard, Threads
 from accelfn.context.collectives import chunk_bytes
 from accelfn.context.world import World
 from accelfn.elastic.membership import Member, Waiting, finish, join_generation, meet
-from accelfn.elastic.snapshot import Key, Share
+from accelfn.elastic.memory import Key, Share
 from accelfn.storage.disk import REAL_DISK
 from accelfn.testing import run_ranks
 from tests.bench.timing import plain, rounds_of, show_table

@@ -169,7 +169,7 @@ def generating(rounds: int) -> None:
     def ready(folder: str, at: str, main: str, cache_bytes: int | None = None) -> Callable[[], object]:
         with af.init_empty_weights():
             model = make().eval()
-        af.load_checkpoint_in_model(model, folder, device_map={"": at})
+        af.bigmodel.load_checkpoint_in_model(model, folder, device_map={"": at})
         af.dispatch_model(model, {"": at}, main, cache_bytes=cache_bytes)
         return lambda: model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False

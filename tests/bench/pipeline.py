@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import accelfn as af
-from accelfn.context.config import PipelineParallelConfig
+from accelfn.config import PipelineParallelConfig
 from accelfn.parallel.strategies.pipeline_plan import SchedulePlan, plan_schedule
 from tests.bench.sharding import GPT, LARGE, SMALL, Step, batch_of, loss_of, trained
 from tests.bench.timing import Times, compare, on_ranks, plain, rounds_of, show_beside, show_table
@@ -28,7 +28,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 _FORWARD_S, _BACKWARD_S = 0.02, 0.04
 
 
-def options_of(schedule: str, num_ranks: int, num_microbatches: int) -> af.ContextOptions:
+def options_of(schedule: str, num_ranks: int, num_microbatches: int) -> af.context.ContextOptions:
     """Return the options of a context whose ranks are one pipeline."""
     handler = PipelineParallelConfig(num_microbatches=num_microbatches, schedule=schedule)
     return {"cpu": True, "parallelism_config": af.ParallelismConfig(pp_size=num_ranks, pp_handler=handler)}

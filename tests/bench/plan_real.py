@@ -79,7 +79,7 @@ def on_rank(ctx: Context) -> Beside:
         model: Any = make(ON_CPU)
     alike = af.plan_model(ctx, model)
     budget = af.plan_memory(ctx, model, plan=alike, batch=ids, loss_fn=loss_of)
-    traffic = af.plan_traffic(ctx, model, plan=alike, batch=ids, loss_fn=loss_of)
+    traffic = af.parallel.plan_traffic(ctx, model, plan=alike, batch=ids, loss_fn=loss_of)
     model = make(ON_CPU)
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = af.prepare(ctx, model, optimizer)
@@ -179,7 +179,7 @@ def time_plans() -> None:
         return lambda: af.plan_memory(ctx, model, batch=make_batch(ctx, sizes.get("pp", 1)))
 
     def search() -> object:
-        return af.search_meshes(
+        return af.parallel.search_meshes(
             8192,
             model,
             memory=80 * 10**9,

@@ -33,7 +33,7 @@ def sequences(length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, ids.roll(-1, 1)
 
 
-def options(axis: str, num_ranks: int, rotation: str | None = None) -> af.ContextOptions:
+def options(axis: str, num_ranks: int, rotation: str | None = None) -> af.context.ContextOptions:
     """Return the options of a context whose ranks share sequences along "cp" or "sp"."""
     sizes: dict[str, Any] = {f"{axis}_size": num_ranks}
     if rotation is not None:

@@ -211,7 +211,7 @@ def measure(ctx: af.Context) -> None:
     """Compare steps on this rank, and what they allocate; every rank must call it."""
     handler = af.config.TorchTensorParallelConfig(plan=PLAN)
     config = af.ParallelismConfig(tp_size=2, tp_handler=handler)
-    layouts: dict[str, tuple[af.ContextOptions, Callable[[tuple[int, int]], Step]]] = {
+    layouts: dict[str, tuple[af.context.ContextOptions, Callable[[tuple[int, int]], Step]]] = {
         "FSDP2": (
             {"cpu": True, "fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2)},
             lambda size: fsdp_by_hand(ctx.rank, size),

@@ -166,7 +166,7 @@ def test_parts_are_put_together(
 ) -> None:
     plain, folder = saved
     model = on_meta(tiny("mixtral")) if start == "meta" else tiny("mixtral")
-    af.load_checkpoint_in_model(model, folder, {"": place}, tmp_path, dtype, strict=True)
+    af.bigmodel.load_checkpoint_in_model(model, folder, {"": place}, tmp_path, dtype, strict=True)
     assert same(model, plain, dtype)
     merged = model.model.layers[1].mlp.experts.down_proj
     assert (mapped_from(merged) is not None) == (place == "disk")
@@ -174,11 +174,11 @@ def test_parts_are_put_together(
 
 def test_they_are_written_again_when_a_part_changes(saved: tuple[Any, Path], tmp_path: Path) -> None:
     def names() -> set[str]:
-        af.load_checkpoint_in_model(on_meta(tiny("mixtral")), saved[1], {"": "disk"}, tmp_path)
+        af.bigmodel.load_checkpoint_in_model(on_meta(tiny("mixtral")), saved[1], {"": "disk"}, tmp_path)
         return {path.name for path in tmp_path.iterdir()}
 
     with pytest.raises(ValueError, match=r"experts\.down_proj: transformers assembles it"):
-        af.load_checkpoint_in_model(on_meta(tiny("mixtral")), saved[1], {"": "disk"})
+        af.bigmodel.load_checkpoint_in_model(on_meta(tiny("mixtral")), saved[1], {"": "disk"})
     once = names()
     assert once
     assert names() == once
@@ -193,15 +193,15 @@ def test_parts_that_do_not_go_together(saved: tuple[Any, Path], tmp_path: Path) 
     other = on_meta(tiny("mixtral"))
     other.extra = nn.Linear(2, 2, device="meta")
     with pytest.raises(CheckpointMismatchError, match=r"extra\.weight"):
-        af.load_checkpoint_in_model(other, saved[1])
+        af.bigmodel.load_checkpoint_in_model(other, saved[1])
     tensors = load_state_dict(saved[1])
     name = next(name for name in tensors if "experts.3.w1" in name)
     write(tmp_path / "model.safetensors", {**tensors, name: torch.zeros(2, 2)})
     with pytest.raises(ValueError, match=r"gate_up_proj can't be assembled from .* and 21 more"):
-        af.load_checkpoint_in_model(on_meta(tiny("mixtral")), tmp_path)
+        af.bigmodel.load_checkpoint_in_model(on_meta(tiny("mixtral")), tmp_path)
     write(tmp_path / "model.safetensors", {one: value for one, value in tensors.items() if one != name})
     with pytest.raises(ValueError, match=r"gate_up_proj"):
-        af.load_checkpoint_in_model(on_meta(tiny("mixtral")), tmp_path)
+        af.bigmodel.load_checkpoint_in_model(on_meta(tiny("mixtral")), tmp_path)
 
 
 def test_they_are_put_together_on_one_rank_for_all(saved: tuple[Any, Path]) -> None:
@@ -210,7 +210,7 @@ def test_they_are_put_together_on_one_rank_for_all(saved: tuple[Any, Path]) -> N
     def load(ctx: Context) -> bool:
         model = on_meta(tiny("mixtral"))
         place = folder if ctx.is_main_process else folder / "gone"
-        af.load_checkpoint_in_model(model, place, strict=True, broadcast_from_rank0=True)
+        af.bigmodel.load_checkpoint_in_model(model, place, strict=True, broadcast_from_rank0=True)
         return same(model, plain)
 
     assert run_ranks(load, 2, on="processes") == [True, True]
@@ -242,7 +242,7 @@ def test_models_run_in_stages(name: str, size: int, tmp_path: Path) -> None:
     def run(ctx: Context) -> None:
         with af.init_empty_weights():
             empty = tiny(name)
-        pipeline = af.prepare_pipeline(ctx, empty, inputs, checkpoint=tmp_path, gather_output=True)
+        pipeline = af.bigmodel.prepare_pipeline(ctx, empty, inputs, checkpoint=tmp_path, gather_output=True)
         out: Any = pipeline(**inputs)
         assert type(out).__name__ == type(expected).__name__
         assert out.keys() == expected.keys()

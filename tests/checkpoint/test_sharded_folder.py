@@ -76,7 +76,9 @@ def test_shards_of_two_ranks_are_assembled(tmp_path: Path) -> None:
     run_ranks(save, 2, on="processes")
     assert len(list((tmp_path / "sharded").glob("*.distcp"))) == 2
     assert not differing(read_sharded_folder(tmp_path / "sharded", "model"), expected)
-    assert not differing(load_file(af.merge_fsdp_weights(tmp_path / "sharded", tmp_path)), expected)
+    assert not differing(
+        load_file(af.checkpoint.merge_fsdp_weights(tmp_path / "sharded", tmp_path)), expected
+    )
 
 
 def test_code_is_named_and_not_run(source: Path, tmp_path: Path) -> None:
@@ -137,7 +139,7 @@ def test_incomplete_folders_are_damaged(source: Path) -> None:
 @pytest.mark.parametrize("tree", [{"model": MODEL}, MODEL, {"one.name": MODEL["scalar"]}])
 def test_the_file_has_the_saved_tensors(tmp_path: Path, tree: dict[str, Any]) -> None:
     source = write(tmp_path / "pytorch_model_fsdp_0", tree)
-    file = af.merge_fsdp_weights(source, tmp_path / "new" / "out")
+    file = af.checkpoint.merge_fsdp_weights(source, tmp_path / "new" / "out")
     assert file == tmp_path / "new" / "out" / "model.safetensors"
     assert not differing(load_file(file), tree.get("model", tree))
     assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]
@@ -160,7 +162,7 @@ def test_any_shapes_and_dtypes_are_merged(
 ) -> None:
     folder = tmp_path_factory.mktemp("merge")
     tensors = {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in forms.items()}
-    file = af.merge_fsdp_weights(write(folder / "sharded", {"model": tensors}), folder)
+    file = af.checkpoint.merge_fsdp_weights(write(folder / "sharded", {"model": tensors}), folder)
     assert not differing(load_file(file), tensors)
     shutil.rmtree(folder)
 
@@ -173,7 +175,7 @@ def test_the_model_beside_an_optimizer_is_merged(
 ) -> None:
     tree: dict[str, Any] = {model: MODEL, optimizer: OPTIMIZER, "step": torch.tensor(3)}
     folder = write(tmp_path / "sharded", {"app": tree} if is_below else tree)
-    assert not differing(load_file(af.merge_fsdp_weights(folder, tmp_path)), MODEL)
+    assert not differing(load_file(af.checkpoint.merge_fsdp_weights(folder, tmp_path)), MODEL)
 
 
 def test_other_folders_are_refused_with_the_likely_one(tmp_path: Path) -> None:
@@ -190,10 +192,10 @@ def test_other_folders_are_refused_with_the_likely_one(tmp_path: Path) -> None:
     ]
     for folder, error, words in errors:
         with pytest.raises(error, match=words):
-            af.merge_fsdp_weights(tmp_path / folder, tmp_path)
-    file = af.merge_fsdp_weights(tmp_path / "run" / "pytorch_model_fsdp_0", tmp_path)
+            af.checkpoint.merge_fsdp_weights(tmp_path / folder, tmp_path)
+    file = af.checkpoint.merge_fsdp_weights(tmp_path / "run" / "pytorch_model_fsdp_0", tmp_path)
     with pytest.raises(FileExistsError, match=r"model\.safetensors exists already"):
-        af.merge_fsdp_weights(tmp_path / "run" / "pytorch_model_fsdp_0", tmp_path)
+        af.checkpoint.merge_fsdp_weights(tmp_path / "run" / "pytorch_model_fsdp_0", tmp_path)
     assert not differing(load_file(file), MODEL)
 
 
@@ -202,7 +204,7 @@ def test_one_chunk_is_in_memory_at_a_time(tmp_path: Path) -> None:
     source = write(tmp_path / "sharded", {"model": {str(n): torch.randn(1 << 18) for n in range(8)}})
     tracemalloc.start()
     try:
-        af.merge_fsdp_weights(source, tmp_path)
+        af.checkpoint.merge_fsdp_weights(source, tmp_path)
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -230,14 +232,14 @@ def test_the_command(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("inside", ["", "merged/whole"])
 def test_a_result_inside_of_the_folder_stays_where_the_folder_is_removed(source: Path, inside: str) -> None:
-    merged = af.merge_fsdp_weights(source, source / inside, remove_checkpoint_dir=True)
+    merged = af.checkpoint.merge_fsdp_weights(source, source / inside, remove_checkpoint_dir=True)
     assert not differing(load_file(merged), MODEL)
     assert [path for path in source.rglob("*") if path.is_file()] == [merged]
 
 
 def test_files_of_a_killed_merge_are_removed(source: Path, tmp_path: Path) -> None:
     for _ in range(2):
-        kill_at_its_last_step(lambda: af.merge_fsdp_weights(source, tmp_path / "out"))
+        kill_at_its_last_step(lambda: af.checkpoint.merge_fsdp_weights(source, tmp_path / "out"))
         assert len(list((tmp_path / "out").iterdir())) == 1
-    af.merge_fsdp_weights(source, tmp_path / "out")
+    af.checkpoint.merge_fsdp_weights(source, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]

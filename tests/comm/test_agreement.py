@@ -27,7 +27,7 @@ def payload(data: bytes) -> torch.Tensor:
 def test_all_ranks_hear_what_all_said(said: list[bytes], debug: bool) -> None:
     def work(ctx: Context) -> list[bytes]:
         heard = agree(ctx, Call("probe", "same"), payload(said[ctx.rank]))
-        return [bytes(af.listify(row)) for row in heard]
+        return [bytes(af.tree.listify(row)) for row in heard]
 
     assert run_ranks(work, len(said), debug=debug) == [said] * len(said)
 
@@ -99,9 +99,9 @@ def test_ranks_with_different_guards_are_told_so(usual: af.Guard, odd: af.Guard,
 @settings(max_examples=10)
 @given(worlds().flatmap(rank_trees), st.booleans())
 def test_equal_structures_pass(ranked: list[Any], debug: bool) -> None:
-    assert run_ranks(lambda ctx: af.verify_structure(ctx, ranked[ctx.rank]), len(ranked), debug=debug) == (
-        [None] * len(ranked)
-    )
+    assert run_ranks(
+        lambda ctx: af.comm.verify_structure(ctx, ranked[ctx.rank]), len(ranked), debug=debug
+    ) == ([None] * len(ranked))
 
 
 @pytest.mark.parametrize(
@@ -109,11 +109,11 @@ def test_equal_structures_pass(ranked: list[Any], debug: bool) -> None:
     [(torch.eye(3).to_sparse(), " sparse_coo"), (torch.empty(3, 3, device="meta"), " on meta")],
 )
 def test_tensors_that_are_not_dense_or_not_real_are_told_from_others(odd: torch.Tensor, found: str) -> None:
-    work = failure(lambda ctx: af.verify_structure(ctx, {"x": odd if ctx.rank == 1 else torch.eye(3)}))
+    work = failure(lambda ctx: af.comm.verify_structure(ctx, {"x": odd if ctx.rank == 1 else torch.eye(3)}))
     usual = "float32 (3, 3)"
     error = same_mismatch(run_ranks(work, 3, timeout_s=10))
     assert error.rows == (Disagreement(1, "tree['x']", usual, usual + found),)
-    run_ranks(lambda ctx: af.verify_structure(ctx, odd), 3, timeout_s=10)
+    run_ranks(lambda ctx: af.comm.verify_structure(ctx, odd), 3, timeout_s=10)
 
 
 def test_a_description_of_any_length_is_compared() -> None:
@@ -127,7 +127,7 @@ def test_a_description_of_any_length_is_compared() -> None:
 
 @pytest.mark.parametrize(("count", "told"), [(20, ""), (21, "... and 1 more"), (50, "... and 30 more")])
 def test_more_than_twenty_rows_are_cut_and_counted(count: int, told: str) -> None:
-    error = run_ranks(failure(lambda ctx: af.verify_structure(ctx, [(0, 0.0)[ctx.rank]] * count)), 2)[0]
+    error = run_ranks(failure(lambda ctx: af.comm.verify_structure(ctx, [(0, 0.0)[ctx.rank]] * count)), 2)[0]
     assert [row.path for row in error.rows] == [f"tree[{index}]" for index in range(20)]
     assert told in error.hint
     assert ("more" in error.hint) == bool(told)
@@ -172,8 +172,8 @@ def own(ctx: Context) -> torch.Tensor:
 def test_calls_from_other_lines_meet_under_one_tag(debug: bool) -> None:
     def work(ctx: Context) -> Any:
         if ctx.rank == 1:
-            return af.listify(af.gather(ctx.tagged("data"), own(ctx)))
-        return af.listify(af.gather(ctx.tagged("data"), own(ctx)))
+            return af.tree.listify(af.gather(ctx.tagged("data"), own(ctx)))
+        return af.tree.listify(af.gather(ctx.tagged("data"), own(ctx)))
 
     assert run_ranks(work, 3, debug=debug) == [[0, 1, 2]] * 3
 
@@ -228,7 +228,7 @@ def test_after_a_mismatch_lines_are_learned_anew() -> None:
             error = failure(lambda ctx: af.gather(ctx, torch.ones(3)))(ctx)
         else:
             error = failure(lambda ctx: af.gather(ctx, own(ctx)))(ctx)
-        return type(error), af.listify(af.gather(ctx, own(ctx)))
+        return type(error), af.tree.listify(af.gather(ctx, own(ctx)))
 
     assert run_ranks(work, 2) == [(MismatchError, [0, 1])] * 2
 
@@ -269,7 +269,7 @@ def check_next(ctx: Context) -> None:
 
 
 def own_gathered(ctx: Context) -> None:
-    assert af.listify(af.gather(ctx, own(ctx))) == list(range(ctx.num_processes))
+    assert af.tree.listify(af.gather(ctx, own(ctx))) == list(range(ctx.num_processes))
 
 
 @pytest.mark.parametrize("on", WORLDS)

@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 import accelfn as af
 from accelfn.comm import broadcast_object_list, gather_object, wait_for_everyone
+from accelfn.config import DataLoaderConfiguration
 from accelfn.context import Context
-from accelfn.context.config import DataLoaderConfiguration
 from accelfn.data import Order, next_plan
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
@@ -59,8 +59,8 @@ def every_operation(ctx: Context) -> list[Any]:
         assert {leaf.device.type for leaf in flatten(found)[0]} == {"cpu"}
         objects = [len(text) for text in gather_object(ctx, many)]
         objects += [len(text) for text in broadcast_object_list(ctx, list(many))]
-        _, fired = af.check_trigger(ctx, af.set_trigger(af.TriggerState()))
-        af.synchronize_rng_states(ctx, ["torch"])
+        _, fired = af.comm.check_trigger(ctx, af.comm.set_trigger(af.comm.TriggerState()))
+        af.comm.synchronize_rng_states(ctx, ["torch"])
         wait_for_everyone(ctx)
         order: Any = Order(kind="shuffled", num_samples=9, num_items=9).at(0, torch.arange(9, device="cpu"))
     return [found[0]["a"].tolist(), objects, fired, sorted(order.tolist())]

@@ -16,7 +16,7 @@ from tests.comm.seam import failure
 
 FIRST: tuple[Callable[[Context], AbstractContextManager[None]], ...] = (
     af.main_process_first,
-    af.local_main_process_first,
+    af.comm.local_main_process_first,
 )
 
 
@@ -44,7 +44,7 @@ def test_the_first_of_all_and_the_first_of_each_node_may_go_before_together(num_
     entered: list[int] = []
 
     def work(ctx: Context) -> None:
-        with af.main_process_first(ctx), af.local_main_process_first(ctx):
+        with af.main_process_first(ctx), af.comm.local_main_process_first(ctx):
             entered.append(ctx.rank)
 
     run_ranks(work, 2 * num_nodes, num_nodes=num_nodes, timeout_s=10)
@@ -99,9 +99,9 @@ def test_functions_run_on_the_chosen_ranks_and_every_rank_may_get_what_they_retu
             return {"ran": ctx.rank}
 
         chosen = (
-            *(af.on_main_process(ctx, share=share), af.on_local_main_process(ctx, share=share)),
-            *(af.on_last_process(ctx, share=share), af.on_process(ctx, index, share=share)),
-            af.on_local_process(ctx, local, share=share),
+            *(af.on_main_process(ctx, share=share), af.comm.on_local_main_process(ctx, share=share)),
+            *(af.comm.on_last_process(ctx, share=share), af.comm.on_process(ctx, index, share=share)),
+            af.comm.on_local_process(ctx, local, share=share),
         )
         made = [decorate(own) for decorate in chosen]
         assert {(function.__name__, function.__doc__) for function in made} == {("own", "Say who ran.")}
@@ -207,9 +207,9 @@ def test_after_it_has_told_of_its_failure_a_rank_cannot_go_on() -> None:
 
 
 def triggered(ctx: Context, who: list[bool]) -> list[bool]:
-    state = af.set_trigger(af.TriggerState()) if who[ctx.rank] else af.TriggerState()
-    state, first = af.check_trigger(ctx, state)
-    state, second = af.check_trigger(ctx, state)
+    state = af.comm.set_trigger(af.comm.TriggerState()) if who[ctx.rank] else af.comm.TriggerState()
+    state, first = af.comm.check_trigger(ctx, state)
+    state, second = af.comm.check_trigger(ctx, state)
     return [first, second, state.is_set]
 
 
@@ -224,6 +224,6 @@ def test_processes_see_it_too() -> None:
 
 
 def test_setting_changes_nothing_but_the_new_state() -> None:
-    state = af.TriggerState()
-    assert af.set_trigger(af.set_trigger(state)).is_set
+    state = af.comm.TriggerState()
+    assert af.comm.set_trigger(af.comm.set_trigger(state)).is_set
     assert not state.is_set

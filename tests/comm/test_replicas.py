@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.comm import check_replicas, gather
+from accelfn.config import ParallelismConfig
 from accelfn.context import Context
-from accelfn.context.config import ParallelismConfig
 from accelfn.errors import Drift, RemoteRankError, ReplicaDriftError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import dtypes, shapes, tensors, trees

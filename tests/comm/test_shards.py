@@ -21,8 +21,8 @@ from accelfn.comm import (
     split_sizes,
     unshard,
 )
+from accelfn.config import ParallelismConfig
 from accelfn.context import Context
-from accelfn.context.config import ParallelismConfig
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
 from accelfn.testing import run_ranks
 from accelfn.testing.strategies import dtypes, rank_trees, shapes, tensors, trees, worlds

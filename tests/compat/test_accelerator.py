@@ -25,7 +25,7 @@ from accelfn.compat.records import (
 )
 from accelfn.compat.states import PartialState
 from accelfn.compat.trackers import get_available_trackers, register_tracker_class
-from accelfn.context.config import LoggerType
+from accelfn.config import LoggerType
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from accelfn.tracking import JSONLTracker

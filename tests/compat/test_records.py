@@ -96,8 +96,11 @@ def test_what_cant_be_a_record() -> None:
 
 
 def test_records_inside_collections_are_frozen() -> None:
-    handlers = [DistributedDataParallelKwargs(bucket_cap_mb=3), af.AutocastKwargs()]
-    assert freeze(handlers) == [af.DistributedDataParallelKwargs(bucket_cap_mb=3), af.AutocastKwargs()]
+    handlers = [DistributedDataParallelKwargs(bucket_cap_mb=3), af.config.AutocastKwargs()]
+    assert freeze(handlers) == [
+        af.config.DistributedDataParallelKwargs(bucket_cap_mb=3),
+        af.config.AutocastKwargs(),
+    ]
     mesh = ParallelismConfig(tp_size=2, cp_handler=records.TorchContextParallelConfig("alltoall"))
     assert freeze({"a": mesh})["a"].cp_handler == af.config.TorchContextParallelConfig("alltoall")
     sizes = (mesh.tp_enabled, mesh.cp_enabled, mesh.total_size, mesh.non_data_parallel_size)

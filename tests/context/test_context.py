@@ -20,7 +20,7 @@ def test_the_default_is_one_process_on_the_cpu() -> None:
     ctx = Context()
     assert (ctx.rank, ctx.num_processes, ctx.local_rank, ctx.device) == (0, 1, 0, torch.device("cpu"))
     assert ctx.is_main_process and ctx.is_local_main_process and ctx.is_last_process  # noqa: PT018
-    assert (ctx.distributed_type, ctx.mixed_precision) == (af.DistributedType.NO, "no")
+    assert (ctx.distributed_type, ctx.mixed_precision) == (af.config.DistributedType.NO, "no")
 
 
 def test_it_is_frozen_and_equal_by_value() -> None:
@@ -39,7 +39,9 @@ def test_it_is_frozen_and_equal_by_value() -> None:
     [(0, True, True, False), (1, False, False, False), (2, False, True, False), (3, False, False, True)],
 )
 def test_who_is_main(rank: int, main: bool, local_main: bool, last: bool) -> None:
-    world = af.World(rank=rank, size=4, local_rank=rank % 2, local_size=2, node_rank=rank // 2, num_nodes=2)
+    world = af.context.World(
+        rank=rank, size=4, local_rank=rank % 2, local_size=2, node_rank=rank // 2, num_nodes=2
+    )
     ctx = Context(world=world)
     assert (ctx.is_main_process, ctx.is_local_main_process, ctx.is_last_process) == (main, local_main, last)
 
@@ -47,32 +49,32 @@ def test_who_is_main(rank: int, main: bool, local_main: bool, last: bool) -> Non
 @pytest.mark.parametrize(
     ("device", "kind"),
     [
-        ("cpu", af.DistributedType.MULTI_CPU),
-        ("cuda:1", af.DistributedType.MULTI_GPU),
-        ("xpu:0", af.DistributedType.MULTI_XPU),
-        ("hpu:0", af.DistributedType.MULTI_HPU),
+        ("cpu", af.config.DistributedType.MULTI_CPU),
+        ("cuda:1", af.config.DistributedType.MULTI_GPU),
+        ("xpu:0", af.config.DistributedType.MULTI_XPU),
+        ("hpu:0", af.config.DistributedType.MULTI_HPU),
     ],
 )
-def test_the_kind_of_world_in_the_words_of_accelerate(device: str, kind: af.DistributedType) -> None:
-    world = af.World(size=2, local_size=2, device=torch.device(device))
+def test_the_kind_of_world_in_the_words_of_accelerate(device: str, kind: af.config.DistributedType) -> None:
+    world = af.context.World(size=2, local_size=2, device=torch.device(device))
     assert Context(world=world).distributed_type == kind
 
 
 def test_a_variant_changes_what_was_asked_and_nothing_else() -> None:
     ctx = af.init_context(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=4, debug=True)
     assert ctx.replace(mixed_precision="bf16") == dataclasses.replace(
-        ctx, precision=af.Precision(mode="bf16")
+        ctx, precision=af.context.Precision(mode="bf16")
     )
     assert ctx.replace() == ctx.replace(mixed_precision=None) == ctx.replace(cpu=True) == ctx
-    autocast = af.AutocastKwargs(cache_enabled=False)
+    autocast = af.config.AutocastKwargs(cache_enabled=False)
     assert ctx.replace(kwargs_handlers=[autocast]).precision.autocast == autocast
-    eight = Context(precision=af.Precision(mode="fp8", fp8_recipe=af.AORecipeKwargs()))
-    assert eight.replace(mixed_precision="bf16").precision == af.Precision(mode="bf16")
+    eight = Context(precision=af.context.Precision(mode="fp8", fp8_recipe=af.config.AORecipeKwargs()))
+    assert eight.replace(mixed_precision="bf16").precision == af.context.Precision(mode="bf16")
     assert eight.replace(debug=True).precision == eight.precision
 
 
 def test_variants_are_in_the_same_world_and_other_worlds_are_not() -> None:
-    def run(ctx: Context) -> af.World:
+    def run(ctx: Context) -> af.context.World:
         for variant in (ctx.replace(debug=True), ctx.tagged("data"), copy.deepcopy(ctx)):
             assert variant.world.identity is ctx.world.identity
             assert variant.world.background is ctx.world.background
@@ -82,26 +84,26 @@ def test_variants_are_in_the_same_world_and_other_worlds_are_not() -> None:
     first, again = run_ranks(run, 2)[0], run_ranks(run, 2)[0]
     assert first == first
     assert first != again
-    assert first.identity is not af.World().identity
-    assert Context().world.identity is af.World().identity is af.init_context(cpu=True).world.identity
+    assert first.identity is not af.context.World().identity
+    assert Context().world.identity is af.context.World().identity is af.init_context(cpu=True).world.identity
 
 
 def test_a_variant_stays_in_its_world() -> None:
     with pytest.raises(ConfigurationError, match="can't move from 'cpu' to another device: got cpu=False"):
         Context().replace(cpu=False)
-    away = Context(world=af.World(device=torch.device("cuda:0")))
+    away = Context(world=af.context.World(device=torch.device("cuda:0")))
     with pytest.raises(ConfigurationError, match="can't move from 'cuda' to another device: got cpu=True"):
         away.replace(cpu=True)
     with pytest.raises(ConfigurationError, match="keeps the process group"):
-        Context().replace(kwargs_handlers=[af.InitProcessGroupKwargs()])
+        Context().replace(kwargs_handlers=[af.config.InitProcessGroupKwargs()])
 
 
 def test_a_variant_owns_nothing_and_a_tag_is_on_it_alone() -> None:
     made = Owned(group=True, previous_device=torch.device("cuda:3"))
-    ctx = Context(world=af.World(owned=made), guard=af.Guard(mode="off"))
+    ctx = Context(world=af.context.World(owned=made), guard=af.Guard(mode="off"))
     tagged = ctx.tagged("data")
     assert (ctx.tag, tagged.tag, tagged.tagged("labels").tag) == ("", "data", "labels")
-    assert tagged == dataclasses.replace(ctx, tag="data", world=af.World())
+    assert tagged == dataclasses.replace(ctx, tag="data", world=af.context.World())
     assert tagged.collectives.call_log is ctx.collectives.call_log
     assert tagged.replace(mixed_precision="bf16").tag == "data"
     assert tagged.tagged("") == ctx.replace() == ctx  # so that what one has prepared, the other knows
@@ -123,7 +125,9 @@ def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() 
     assert not dist.is_initialized()
     assert sys.excepthook is hook
     # Nor does one that says it made a group that is gone.
-    af.close_context(Context(world=af.World(owned=Owned(group=True, previous_device=torch.device("cuda:3")))))
+    af.close_context(
+        Context(world=af.context.World(owned=Owned(group=True, previous_device=torch.device("cuda:3"))))
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +140,7 @@ def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() 
 )
 def test_an_impossible_place_is_refused(fields: dict[str, int], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        af.World(**fields)  # pyright: ignore[reportArgumentType]
+        af.context.World(**fields)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", ["precision", "mixed_precision", "device", "lr"])

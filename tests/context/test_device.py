@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import accelfn as af
+from accelfn.config import read_settings
 from accelfn.context import DeviceFacts, DevicePlan, Hardware, plan_device, read_hardware
-from accelfn.context.config import read_settings
 from accelfn.context.device import check_peers, load_sagemaker_backend
 from accelfn.devices import DEVICE_TYPES
 from accelfn.errors import ConfigurationError, MissingExtraError
@@ -29,13 +29,13 @@ HPUS = Hardware(
 )
 
 
-def place(local_rank: int = 0, local_size: int = 1, launcher: str = "torchrun") -> af.EnvironmentPlan:
-    return af.EnvironmentPlan(
+def place(local_rank: int = 0, local_size: int = 1, launcher: str = "torchrun") -> af.context.EnvironmentPlan:
+    return af.context.EnvironmentPlan(
         launcher=launcher, rank=local_rank, size=local_size, local_rank=local_rank, local_size=local_size
     )
 
 
-ALONE = af.EnvironmentPlan()
+ALONE = af.context.EnvironmentPlan()
 
 
 def chosen(plan: DevicePlan) -> tuple[str, str | None]:
@@ -62,7 +62,10 @@ def chosen(plan: DevicePlan) -> tuple[str, str | None]:
     ],
 )
 def test_the_choice_of_device_and_backend(
-    world: af.EnvironmentPlan, hardware: Hardware, device: str | None, expected: tuple[str, str | None]
+    world: af.context.EnvironmentPlan,
+    hardware: Hardware,
+    device: str | None,
+    expected: tuple[str, str | None],
 ) -> None:
     assert chosen(plan_device(world, hardware, device=device)) == expected
     assert str(plan_device(world, hardware, cpu=True).device) == "cpu"
@@ -139,20 +142,20 @@ def test_this_machine_has_a_cpu_and_gloo_and_no_backend_that_moves_nothing() -> 
 def test_modes_have_their_dtype_and_only_fp16_scales(
     mode: str, dtype: torch.dtype | None, scales: bool
 ) -> None:
-    precision = af.Precision(mode=af.PrecisionType(mode))
+    precision = af.context.Precision(mode=af.config.PrecisionType(mode))
     assert (precision.compute_dtype, precision.scales_loss) == (dtype, scales)
-    assert (type(precision.mode), precision) == (str, af.Precision(mode=mode))
+    assert (type(precision.mode), precision) == (str, af.context.Precision(mode=mode))
 
 
 @pytest.mark.parametrize("mode", ["fp32", "BF16", "", None, 16])
 def test_an_unknown_mode_is_refused(mode: str) -> None:
     with pytest.raises(ConfigurationError, match=r"mixed_precision must be one of no, fp8, fp16, bf16: got"):
-        af.Precision(mode=mode)
+        af.context.Precision(mode=mode)
 
 
 def test_an_fp8_recipe_without_fp8_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='f"):
-        af.Precision(mode="bf16", fp8_recipe=af.AORecipeKwargs())
+        af.context.Precision(mode="bf16", fp8_recipe=af.config.AORecipeKwargs())
 
 
 # --- vendors' packages ----------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import HashStore
 
 import accelfn
 from accelfn.comm import reduce
+from accelfn.config import AutocastKwargs, Guard, InitProcessGroupKwargs
 from accelfn.context import (
     CallLog,
     Collectives,
@@ -32,7 +33,6 @@ from accelfn.context import (
     process_group,
 )
 from accelfn.context import init as module
-from accelfn.context.config import AutocastKwargs, Guard, InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError, DistributedError
 from accelfn.testing import run_ranks
 

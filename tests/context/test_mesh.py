@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import accelfn as af
-from accelfn import Collectives, Context, ParallelismConfig, World
-from accelfn.context import AXES, JOINED, Mesh, MeshPlan, build_mesh, plan_mesh
+from accelfn import Context, ParallelismConfig
+from accelfn.context import AXES, JOINED, Collectives, Mesh, MeshPlan, World, build_mesh, plan_mesh
 from accelfn.errors import (
     CollectiveTimeoutError,
     ConfigurationError,

@@ -10,15 +10,15 @@ from typing import Any, cast
 import pytest
 
 import accelfn as af
+from accelfn.config import Guard, GuardMode, Settings
 from accelfn.context import Context, configure
-from accelfn.context.config import Guard, GuardMode, Settings
 from accelfn.context.options import merge_settings
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
 
 def applied(**options: Any) -> Context:
-    return configure(Context(), af.ContextOptions(**options))
+    return configure(Context(), af.context.ContextOptions(**options))
 
 
 # --- the list of options -------------------------------------------------------------------------
@@ -31,11 +31,13 @@ def test_init_context_takes_exactly_the_options_and_a_group() -> None:
         ("options", inspect.Parameter.VAR_KEYWORD),
     ]
     listed = (inspect.getdoc(af.init_context) or "").partition("Keyword Args:\n")[2].partition("\n\n")[0]
-    assert re.findall(r"^    (\w+): ", listed, re.MULTILINE) == list(af.ContextOptions.__annotations__)
+    assert re.findall(r"^    (\w+): ", listed, re.MULTILINE) == list(
+        af.context.ContextOptions.__annotations__
+    )
 
 
 def test_an_option_that_is_none_says_nothing() -> None:
-    nothing = dict.fromkeys(af.ContextOptions.__annotations__)
+    nothing = dict.fromkeys(af.context.ContextOptions.__annotations__)
     assert applied(**nothing) == Context().replace(**cast("Any", nothing)) == Context()
     assert af.init_context(**cast("Any", {**nothing, "cpu": True})) == af.init_context(cpu=True)
 
@@ -70,8 +72,11 @@ def test_an_option_of_another_type_is_refused(name: str, value: object, kind: st
 
 
 def test_every_field_can_be_asked_for(tmp_path: Path) -> None:
-    autocast, scaler = af.AutocastKwargs(cache_enabled=False), af.GradScalerKwargs(init_scale=8.0)
-    ddp = af.DistributedDataParallelKwargs(static_graph=True)
+    autocast, scaler = (
+        af.config.AutocastKwargs(cache_enabled=False),
+        af.config.GradScalerKwargs(init_scale=8.0),
+    )
+    ddp = af.config.DistributedDataParallelKwargs(static_graph=True)
     loading = af.DataLoaderConfiguration(split_batches=True)
     options: dict[str, Any] = {
         "device_placement": False,
@@ -82,7 +87,7 @@ def test_every_field_can_be_asked_for(tmp_path: Path) -> None:
         mixed_precision="fp16",
         gradient_accumulation_steps=3,
         dataloader_config=loading,
-        rng_types=["torch", af.RNGType.GENERATOR],
+        rng_types=["torch", af.config.RNGType.GENERATOR],
         project_dir=tmp_path,
         kwargs_handlers=[ddp, scaler, autocast],
         **options,
@@ -108,12 +113,14 @@ def test_accumulation_by_number_or_by_plugin() -> None:
 
 
 def test_the_project_record_wins_where_it_names_a_directory(tmp_path: Path) -> None:
-    named = af.ProjectConfiguration(project_dir="record", total_limit=3)
+    named = af.config.ProjectConfiguration(project_dir="record", total_limit=3)
     assert applied(project_config=named, project_dir=tmp_path).project == named
-    project = applied(project_config=af.ProjectConfiguration(total_limit=3), project_dir=tmp_path).project
+    project = applied(
+        project_config=af.config.ProjectConfiguration(total_limit=3), project_dir=tmp_path
+    ).project
     assert (project.project_dir, project.total_limit) == (str(tmp_path), 3)
     assert project.logging_dir == str(tmp_path)
-    ctx = applied(project_config=af.ProjectConfiguration(logging_dir="logs"), project_dir="out")
+    ctx = applied(project_config=af.config.ProjectConfiguration(logging_dir="logs"), project_dir="out")
     assert (ctx.project.project_dir, ctx.replace(project_dir="b").project.logging_dir) == ("out", "logs")
     assert applied(project_dir="a").replace(project_dir="b").project.logging_dir == "b"
 
@@ -132,13 +139,13 @@ def test_random_states_are_named_in_a_list() -> None:
     ("handlers", "error", "message"),
     [
         (
-            [af.FP8RecipeKwargs(backend="TE"), af.AORecipeKwargs()],
+            [af.config.FP8RecipeKwargs(backend="TE"), af.config.AORecipeKwargs()],
             ConfigurationError,
             "two records for one thing: FP8RecipeKwargs and AORecipeKwargs",
         ),
         ([af.GradientAccumulationPlugin()], TypeError, "takes .* got GradientAccumulationPlugin"),
         ([{"enabled": True}], TypeError, "kwargs_handlers takes .* got dict"),
-        (af.AutocastKwargs(), TypeError, "takes a list of records: got a single AutocastKwargs"),
+        (af.config.AutocastKwargs(), TypeError, "takes a list of records: got a single AutocastKwargs"),
     ],
 )
 def test_what_is_no_list_of_records_is_refused(handlers: Any, error: type[Exception], message: str) -> None:
@@ -147,13 +154,15 @@ def test_what_is_no_list_of_records_is_refused(handlers: Any, error: type[Except
 
 
 def test_how_to_compile_and_to_profile_is_kept() -> None:
-    plugin = af.TorchDynamoPlugin(backend="EAGER", fullgraph=True)
-    assert applied(dynamo_backend="eager").strategy.dynamo == af.TorchDynamoPlugin(backend="EAGER")
-    ctx = applied(dynamo_plugin=plugin, kwargs_handlers=[af.ProfileKwargs(with_flops=True)])
-    assert (ctx.strategy.dynamo, ctx.profiling) == (plugin, af.ProfileKwargs(with_flops=True))
-    variant = ctx.replace(mixed_precision="bf16", kwargs_handlers=[af.DistributedDataParallelKwargs(dim=1)])
+    plugin = af.config.TorchDynamoPlugin(backend="EAGER", fullgraph=True)
+    assert applied(dynamo_backend="eager").strategy.dynamo == af.config.TorchDynamoPlugin(backend="EAGER")
+    ctx = applied(dynamo_plugin=plugin, kwargs_handlers=[af.config.ProfileKwargs(with_flops=True)])
+    assert (ctx.strategy.dynamo, ctx.profiling) == (plugin, af.config.ProfileKwargs(with_flops=True))
+    variant = ctx.replace(
+        mixed_precision="bf16", kwargs_handlers=[af.config.DistributedDataParallelKwargs(dim=1)]
+    )
     assert (variant.strategy.dynamo, variant.profiling) == (plugin, ctx.profiling)
-    assert variant.replace(dynamo_backend="no").strategy.dynamo == af.TorchDynamoPlugin()
+    assert variant.replace(dynamo_backend="no").strategy.dynamo == af.config.TorchDynamoPlugin()
     with pytest.raises(ConfigurationError, match="dynamo_backend and dynamo_plugin both set the backend"):
         applied(dynamo_backend="eager", dynamo_plugin=plugin)
 
@@ -229,14 +238,14 @@ def test_debug_and_guard_may_not_contradict_each_other(options: dict[str, Any], 
 def test_variables_choose_the_mode_where_no_argument_does(
     options: dict[str, Any], settings: Settings, mode: str
 ) -> None:
-    merged = merge_settings(af.ContextOptions(**options), settings)
+    merged = merge_settings(af.context.ContextOptions(**options), settings)
     assert configure(Context(), merged).guard.mode == mode
 
 
 def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
     def guard_of(timeout: timedelta | None, **options: Any) -> af.Guard:
         given: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
-        handler = af.InitProcessGroupKwargs(**given)
+        handler = af.config.InitProcessGroupKwargs(**given)
         return af.init_context(cpu=True, kwargs_handlers=[handler], **options).guard
 
     short, long = timedelta(seconds=9), timedelta(hours=2)
@@ -253,22 +262,26 @@ def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
 def test_a_reduction_is_a_word_or_a_record() -> None:
     assert applied().reduction is applied(reduction="mean").reduction is None
     exact = applied(reduction="canonical")
-    assert exact.reduction == exact.replace(mixed_precision="bf16").reduction == af.CanonicalReduction()
+    assert (
+        exact.reduction == exact.replace(mixed_precision="bf16").reduction == af.config.CanonicalReduction()
+    )
     assert exact.replace(reduction="mean").reduction is None
-    assert applied(reduction=af.CanonicalReduction(seed=3)).reduction == af.CanonicalReduction(seed=3)
+    assert applied(reduction=af.config.CanonicalReduction(seed=3)).reduction == af.config.CanonicalReduction(
+        seed=3
+    )
     with pytest.raises(ConfigurationError, match="'sum'"):
         applied(reduction="sum")
 
 
 def test_the_window_follows_the_shards_and_goes_with_them() -> None:
     def steps(ctx: Context) -> list[int]:
-        other = ctx.replace(reduction=af.CanonicalReduction(num_microbatches=24))
+        other = ctx.replace(reduction=af.config.CanonicalReduction(num_microbatches=24))
         plain = ctx.replace(reduction="canonical")
         asked = ctx.replace(reduction="mean", gradient_accumulation_steps=5)
         variants = (ctx, ctx.replace(mixed_precision="bf16"), other, plain, asked)
         return [variant.gradient_accumulation_steps for variant in variants]
 
-    reduction = af.CanonicalReduction(num_microbatches=12)
+    reduction = af.config.CanonicalReduction(num_microbatches=12)
     assert run_ranks(steps, 4, reduction=reduction) == [[3, 3, 6, 1, 5]] * 4
     assert applied(reduction=reduction).gradient_accumulation_steps == 12
     assert af.init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 12
@@ -282,7 +295,7 @@ def test_the_window_follows_the_shards_and_goes_with_them() -> None:
 
 @pytest.mark.parametrize("options", [{"comm_hook": "bf16"}, {"gradient_as_bucket_view": True}])
 def test_what_is_asked_of_another_engine_contradicts_exact_mode(options: dict[str, Any]) -> None:
-    handlers = [af.DistributedDataParallelKwargs(**options)]
+    handlers = [af.config.DistributedDataParallelKwargs(**options)]
     with pytest.raises(ConfigurationError, match="without DistributedDataParallel, so " + "".join(options)):
         applied(reduction="canonical", kwargs_handlers=handlers)
     with pytest.raises(ConfigurationError, match="Leave one of the two out"):
@@ -293,10 +306,10 @@ def test_the_environment_may_ask_for_exact_mode(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ACCELFN_REDUCTION", "canonical")
     monkeypatch.setenv("ACCELFN_GRADIENT_ACCUMULATION_STEPS", "4")
     ctx = af.init_context(cpu=True)
-    assert (ctx.reduction, ctx.gradient_accumulation_steps) == (af.CanonicalReduction(), 4)
+    assert (ctx.reduction, ctx.gradient_accumulation_steps) == (af.config.CanonicalReduction(), 4)
     assert af.init_context(cpu=True, reduction="mean").reduction is None
     # An argument that says the window wins over the variable.
-    reduction = af.CanonicalReduction(num_microbatches=3)
+    reduction = af.config.CanonicalReduction(num_microbatches=3)
     assert af.init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 3
 
 
@@ -326,11 +339,11 @@ def test_variables_of_deepspeed_are_the_default_of_the_plugin(monkeypatch: pytes
     for name, value in {**named, "GRADIENT_ACCUMULATION_STEPS": "2"}.items():
         monkeypatch.setenv(f"ACCELERATE_{name}", value)
     ctx = af.init_context(cpu=True)
-    assert ctx.strategy.deepspeed == af.DeepSpeedPlugin(zero_stage=3)
+    assert ctx.strategy.deepspeed == af.config.DeepSpeedPlugin(zero_stage=3)
     assert (ctx.gradient_accumulation_steps, ctx.mixed_precision) == (2, "fp16")
     assert af.init_context(cpu=True, gradient_accumulation_steps=3).gradient_accumulation_steps == 3
-    passed = af.DeepSpeedPlugin(hf_ds_config=config)
-    for plugin in (passed, {"student": passed, "teacher": af.DeepSpeedPlugin()}):
+    passed = af.config.DeepSpeedPlugin(hf_ds_config=config)
+    for plugin in (passed, {"student": passed, "teacher": af.config.DeepSpeedPlugin()}):
         ctx = af.init_context(cpu=True, deepspeed_plugin=plugin)
         assert ctx.strategy.deepspeed == passed
         assert (ctx.gradient_accumulation_steps, ctx.mixed_precision) == (4, "bf16")

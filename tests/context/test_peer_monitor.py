@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from accelfn.comm import all_gather, gather_object, permute, wait_for_everyone
+from accelfn.config import Guard
 from accelfn.context import (
     CallLog,
     Context,
@@ -22,7 +23,6 @@ from accelfn.context import (
     late_error,
     peer_monitor,
 )
-from accelfn.context.config import Guard
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from tests.comm.seam import failure, same_mismatch

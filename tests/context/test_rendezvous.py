@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from accelfn.config import InitProcessGroupKwargs
 from accelfn.context import Context, EnvironmentPlan, MessageBoard, init, init_context, rendezvous
-from accelfn.context.config import InitProcessGroupKwargs
 from accelfn.errors import DistributedError
 from accelfn.testing import run_ranks
 from tests.context.test_init import free_port, launched

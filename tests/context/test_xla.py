@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 from accelfn.context import device_random_state, seed_torch, set_device_random_state, wait_for_device
-from accelfn.context.device_module import device_module
+from accelfn.context.device_modules import device_module
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 
 STAND_INS = Path(__file__).parents[1] / "stand_ins"

@@ -89,7 +89,7 @@ def test_each_sample_is_read_once_and_gathered_in_order(
     ),
 )
 def test_a_pass_goes_on_in_other_worlds(case: Case, legs: list[tuple[int, int, int, int]]) -> None:
-    def run(ctx: Context, case: Case, state: af.LoaderState | None, number: int | None) -> Any:
+    def run(ctx: Context, case: Case, state: af.data.LoaderState | None, number: int | None) -> Any:
         loader, bare = (af.prepare_data_loader(ctx, case.source(Counting(case.num))) for _ in "ab")
 
         def restore(loader: Any) -> None:

@@ -84,7 +84,7 @@ def test_prepare_takes_custom_classes_for_loaders_and_gives_back_what_they_are_n
     ctx = Context().replace(dataloader_config=CONFIG)
     own = Sized(3)
     loader = af.prepare(ctx, cast("Any", own))
-    assert isinstance(loader, af.PreparedDataLoader)
+    assert isinstance(loader, af.data.PreparedDataLoader)
     assert texts(loader) == ["0.0", "0.1", "0.2"]
     assert texts(loader) == ["1.0", "1.1", "1.2"]  # it was told the epoch
     assert (len(loader), loader.batch_size, loader.total_dataset_length) == (3, 2, 3)
@@ -105,7 +105,7 @@ def test_batches_are_dealt_in_turn_and_come_as_they_are(
         source = kind(7)
         source.keys = ("x",) if dispatch else ("x", "text")  # texts that differ can't be sent
         pairs = list(af.microbatches(ctx, af.prepare_data_loader(ctx, source), "pad"))
-        rows = [af.listify(af.gather_for_metrics(ctx, batch["x"], micro)) for batch, micro in pairs]
+        rows = [af.tree.listify(af.gather_for_metrics(ctx, batch["x"], micro)) for batch, micro in pairs]
         return [(tuple(batch), int(batch["x"][0]) // 2) for batch, _ in pairs], [
             row for found in rows for row in found
         ]

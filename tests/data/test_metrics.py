@@ -131,7 +131,7 @@ def test_rows_of_a_pass_are_told_to_be_gathered_so() -> None:
 
 def test_rows_belong_to_a_batch_or_to_a_pass() -> None:
     ((batch, micro),) = list(af.microbatches(Context(), [torch.zeros(3)]))
-    for function in (af.gather_for_metrics, af.gather_objects_for_metrics):
+    for function in (af.gather_for_metrics, af.data.gather_objects_for_metrics):
         with pytest.raises(ValueError, match=r'of must be "batch" or "pass", got \'epoch\''):
             cast("Any", function)(Context(), batch, micro, of="epoch")
 
@@ -214,7 +214,7 @@ def test_objects_with_tensors_and_none_are_gathered_as_objects() -> None:
         ((batch, micro),) = list(af.microbatches(ctx, af.prepare_data_loader(ctx, numbers(3))))
         boxes = [{"box": torch.full((int(row),), ctx.rank)} for row in batch]
         by_rank: list[Any] = [None if ctx.rank else "a", (ctx.rank,), batch]
-        gathered = [af.gather_objects_for_metrics(ctx, item, micro) for item in (boxes, *by_rank)]
+        gathered = [af.data.gather_objects_for_metrics(ctx, item, micro) for item in (boxes, *by_rank)]
         return [
             [list(row["box"].shape) for row in gathered[0]],
             *gathered[1:3],

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context.config import ParallelismConfig
+from accelfn.config import ParallelismConfig
 from accelfn.data import EpochPlan, data_rank, plan_epoch
 from accelfn.errors import ConfigurationError
 

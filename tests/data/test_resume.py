@@ -150,14 +150,18 @@ def test_a_loop_that_is_left_after_its_last_batch_has_not_ended() -> None:
 # --- states that don't fit -----------------------------------------------------------------------
 
 
-FITTING = af.LoaderState(epoch=1, consumed=2, seed=3, length=10)
+FITTING = af.data.LoaderState(epoch=1, consumed=2, seed=3, length=10)
 
 
 @pytest.mark.parametrize(
     ("state", "error", "text"),
     [
         (dataclasses.replace(FITTING, length=11), ValueError, "11 samples, but the loader has 10"),
-        (af.LoaderState(epoch=1, consumed=11, seed=3), ValueError, "consumed 11 samples of an epoch of 10"),
+        (
+            af.data.LoaderState(epoch=1, consumed=11, seed=3),
+            ValueError,
+            "consumed 11 samples of an epoch of 10",
+        ),
         (dataclasses.replace(FITTING, version=3), NotAvailableError, "version 3, but .* versions up to 2"),
         ({"epoch": 1}, TypeError, "must be a LoaderState, got dict"),
     ],
@@ -187,7 +191,7 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
 def test_a_state_that_can_be_no_place_can_not_be_made(
     change: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    state = af.LoaderState(epoch=0, consumed=10, seed=0, length=10)
+    state = af.data.LoaderState(epoch=0, consumed=10, seed=0, length=10)
     with pytest.raises(error, match=text):
         dataclasses.replace(state, **change)
 
@@ -195,7 +199,7 @@ def test_a_state_that_can_be_no_place_can_not_be_made(
 def test_a_state_is_plain_numbers() -> None:
     state = af.loader_state(af.prepare_data_loader(Context(), numbers(4)))
     as_numbers = dataclasses.asdict(state)
-    assert af.LoaderState(**as_numbers) == state
+    assert af.data.LoaderState(**as_numbers) == state
     known = {name: value for name, value in as_numbers.items() if value is not None}
     assert set(known) == {"version", "epoch", "consumed", "seed", "length", "order"}
 
@@ -205,7 +209,7 @@ def test_only_prepared_loaders_have_a_state(thing: Any) -> None:
     with pytest.raises(TypeError, match="loader_state takes a loader from prepare_data_loader"):
         af.loader_state(thing)
     with pytest.raises(TypeError, match="restore_loader takes a loader"):
-        af.restore_loader(thing, af.LoaderState(epoch=0, consumed=0, seed=0))
+        af.restore_loader(thing, af.data.LoaderState(epoch=0, consumed=0, seed=0))
 
 
 # --- skip_first_batches ----------------------------------------------------------------------------
@@ -215,11 +219,11 @@ def test_a_skipped_pass_moves_the_original_on_and_its_states_are_the_originals()
     ctx = Context().replace(dataloader_config=af.DataLoaderConfiguration(data_seed=5))
     loader = af.prepare_data_loader(ctx, numbers(12, 3, shuffle=True))
     rest = skip_first_batches(loader, 2)
-    assert isinstance(rest, af.PreparedDataLoader)
+    assert isinstance(rest, af.data.PreparedDataLoader)
     assert (len(loader), len(rest)) == (4, 2)
     batches = iter(rest)
     first = next(batches).tolist()
-    state = af.LoaderState(epoch=0, consumed=9, seed=5, length=12, order="shuffled")
+    state = af.data.LoaderState(epoch=0, consumed=9, seed=5, length=12, order="shuffled")
     assert af.loader_state(rest) == af.loader_state(loader) == state
     (second,) = (batch.tolist() for batch in batches)
     assert (loader.epoch, rest.epoch) == (1, 1)

@@ -173,7 +173,7 @@ def test_all_options_of_the_loader_are_kept() -> None:
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def gather_all(ctx: Context, loader: af.PreparedDataLoader[Any]) -> list[Any]:
+def gather_all(ctx: Context, loader: af.data.PreparedDataLoader[Any]) -> list[Any]:
     return [af.gather_for_metrics(ctx, batch, micro) for batch, micro in af.microbatches(ctx, loader)]
 
 

@@ -49,8 +49,8 @@ def test_gathered_pieces_are_the_whole(
         piece = af.shard_sequence(ctx, batch, {"x": dim})
         return (
             piece["x"],
-            af.gather_sequence(ctx, piece, {"x": dim}),
-            af.gather_sequence(ctx, piece["x"], dim),
+            af.data.gather_sequence(ctx, piece, {"x": dim}),
+            af.data.gather_sequence(ctx, piece["x"], dim),
         )
 
     ranks = run_ranks(work, size * copies, parallelism_config=mesh(axis, size, dp_replicate_size=copies))
@@ -85,7 +85,7 @@ def test_a_batch_keeps_its_type_and_is_left_as_it_was(kind: Any) -> None:
 def test_gradients_come_back_through_gathered_pieces() -> None:
     def work(ctx: af.Context) -> torch.Tensor:
         piece = af.shard_sequence(ctx, torch.arange(8.0), 0).requires_grad_()
-        (af.gather_sequence(ctx, piece, 0) * torch.arange(8.0)).sum().backward()
+        (af.data.gather_sequence(ctx, piece, 0) * torch.arange(8.0)).sum().backward()
         assert piece.grad is not None
         return piece.grad
 

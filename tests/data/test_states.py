@@ -235,7 +235,7 @@ SOURCES: dict[str, Callable[[int], Any]] = {
 class Run(NamedTuple):
     batches: list[list[int]]  # in all epochs
     valid: list[list[int]]  # without padding
-    state: af.LoaderState
+    state: af.data.LoaderState
     read: list[int] | None  # by the dataset
 
 
@@ -269,7 +269,7 @@ def in_order(runs: list[Run]) -> list[int]:
     return [row for valid in steps for row in valid]
 
 
-def through_json(state: af.LoaderState) -> dict[str, Any]:
+def through_json(state: af.data.LoaderState) -> dict[str, Any]:
     return json.loads(json.dumps(dataclasses.asdict(state)))
 
 
@@ -387,14 +387,16 @@ def test_a_loop_that_was_left_at_the_last_batch_goes_on_with_the_next_epoch(
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize(("dispatch", "world"), [(False, 1), (True, 2)])
 def test_between_epochs_the_next_is_what_it_would_have_been(name: str, dispatch: bool, world: int) -> None:
-    def run(ctx: Context, state: dict[str, Any] | None, num_epochs: int) -> tuple[list[Any], af.LoaderState]:
+    def run(
+        ctx: Context, state: dict[str, Any] | None, num_epochs: int
+    ) -> tuple[list[Any], af.data.LoaderState]:
         loader = af.prepare_data_loader(ctx, SOURCES[name](9))
         if state is not None:
             loader.load_state_dict(state)
         epochs = [[batch.tolist() for batch, _ in af.microbatches(ctx, loader)] for _ in range(num_epochs)]
         return epochs, af.loader_state(loader)
 
-    def ranks(state: dict[str, Any] | None, num_epochs: int) -> list[tuple[list[Any], af.LoaderState]]:
+    def ranks(state: dict[str, Any] | None, num_epochs: int) -> list[tuple[list[Any], af.data.LoaderState]]:
         config = af.DataLoaderConfiguration(dispatch_batches=dispatch, data_seed=1)
         return run_ranks(lambda ctx: run(ctx, state, num_epochs), world, dataloader_config=config)
 
@@ -469,7 +471,7 @@ def test_what_is_left_of_a_pass_ends_when_nobody_goes_through_it(
 def test_ranks_say_one_place_in_a_step_that_is_padding_for_some(
     steps: int, dispatch: bool, kind: str
 ) -> None:
-    def run(ctx: Context) -> list[af.LoaderState]:
+    def run(ctx: Context) -> list[af.data.LoaderState]:
         source = indexed(5, None) if kind == "items" else SOURCES[kind](5)
         loader = af.prepare_data_loader(ctx, source)
         places = (af.loader_state(loader) for _ in af.microbatches(ctx, loader, "pad"))
@@ -516,7 +518,7 @@ def test_torchdatas_loader_restores_workers(num_workers: int, sharding: Any, wor
         kind = Counter  # that workers draw by the place is for loaders that are cut here
 
     def run(ctx: Context) -> None:
-        def make() -> af.PreparedDataLoader[Any]:
+        def make() -> af.data.PreparedDataLoader[Any]:
             loader = af.prepare_data_loader(ctx, stream(kind, num_workers=num_workers)(11), sharding)
             if begun:
                 loader.load_state_dict(begun[0])  # the seed of the first, though others are there
@@ -545,7 +547,7 @@ def test_workers_that_were_brought_back_read_nothing_again(is_users: bool) -> No
         kind = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
     ctx = Context() if is_users else Context().replace(dataloader_config=STATEFUL)
 
-    def make() -> af.PreparedDataLoader[Any]:
+    def make() -> af.data.PreparedDataLoader[Any]:
         return af.prepare_data_loader(ctx, kind(Slow(8), batch_size=2, num_workers=1))
 
     stopped, again = make(), make()
@@ -560,14 +562,14 @@ def test_without_torchdata_one_sentence_says_what_to_install(monkeypatch: pytest
         af.prepare_data_loader(Context().replace(dataloader_config=STATEFUL), DataLoader(Numbers(3)))
 
 
-def place(num_workers: int, kind: Any = Numbers, stop: int = 2, **config: Any) -> af.LoaderState:
+def place(num_workers: int, kind: Any = Numbers, stop: int = 2, **config: Any) -> af.data.LoaderState:
     ctx = Context().replace(dataloader_config=af.DataLoaderConfiguration(**config))
     loader = af.prepare_data_loader(ctx, stream(kind, num_workers=num_workers)(12))
     list(islice(loader, stop))
     return af.loader_state(loader)
 
 
-def going_on(state: af.LoaderState, num_workers: int, kind: Any = Numbers, **config: Any) -> list[int]:
+def going_on(state: af.data.LoaderState, num_workers: int, kind: Any = Numbers, **config: Any) -> list[int]:
     ctx = Context().replace(dataloader_config=af.DataLoaderConfiguration(**config))
     loader = af.prepare_data_loader(ctx, stream(kind, num_workers=num_workers)(12))
     af.restore_loader(loader, state)
@@ -598,12 +600,12 @@ def test_by_its_place_alone_a_stream_goes_on_with_a_state_or_without() -> None:
 
 
 def test_streams_of_ones_own_are_restored_by_their_own_rank_in_their_own_world() -> None:
-    def state(ctx: Context) -> af.LoaderState:
+    def state(ctx: Context) -> af.data.LoaderState:
         loader = af.prepare_data_loader(ctx, stream(Shards)(29))
         list(islice(loader, 1))
         return af.loader_state(loader)
 
-    def restore(ctx: Context, mine: af.LoaderState) -> None:
+    def restore(ctx: Context, mine: af.data.LoaderState) -> None:
         loader = af.prepare_data_loader(ctx, stream(Shards)(29))
         said = r"the state is of the data of rank \d of 2, but the loader reads"
         with pytest.raises(ConfigurationError, match=said):

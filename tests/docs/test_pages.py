@@ -5,7 +5,7 @@ import pathlib
 import re
 
 import accelfn
-from accelfn.context.config import VARIABLES, Variable
+from accelfn.config import VARIABLES, Variable
 from accelfn.devices import DEVICE_TYPES, DeviceType
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelfn import Context
-from accelfn.context.config import LoggerType
+from accelfn.config import LoggerType
 from accelfn.launch.main import main
 from accelfn.tracking import (
     BuiltInTracker,

@@ -57,7 +57,7 @@ class Program(NamedTuple):
     def options(self) -> dict[str, Any]:
         """Return the options of the context."""
         if self.kind == "ddp":
-            return {"cpu": True, "reduction": af.CanonicalReduction(num_microbatches=12)}
+            return {"cpu": True, "reduction": af.config.CanonicalReduction(num_microbatches=12)}
         return {
             "cpu": True,
             "fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2),
@@ -113,7 +113,7 @@ class Program(NamedTuple):
                 if kind == "raise":
                     raise ValueError(f"a fault at step {state['step']}")
                 os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        af.remember(ctx, state, every=self.every)
+        af.snapshot(ctx, state, every=self.every)
         if state["step"] % self.saves == 0:
             where = self.folder / "checkpoints" / f"step-{state['step']}"
             af.save_state(ctx, where, state, True, step=state["step"], keep=af.Keep(last=2))

@@ -218,7 +218,7 @@ def test_alone_it_runs_once_and_resumes_from_the_newest_checkpoint(tmp_path: Pat
         first = state["step"]
         for step in range(first, first + 3):
             state["step"] = step + 1
-            af.remember(ctx, state)
+            af.snapshot(ctx, state)
         af.save_state(ctx, tmp_path / f"step-{state['step']}", state, step=state["step"])
         return first, state["step"]
 

@@ -94,7 +94,7 @@ def test_ranks_of_a_notebook_inherit_nothing_such_as_an_initialised_cuda(
     monkeypatch.setenv("ACCELFN_TORCH_DEVICE", "cuda:1")  # which the other doesn't read
     monkeypatch.setenv("ACCELFN_MIXED_PRECISION", "bf16")
     places = [(rank, rank, 0, 2, "no", "cpu", False) for rank in (0, 1)]
-    assert af.debug_launcher(own_world, (None,)) == places
+    assert af.launch.debug_launcher(own_world, (None,)) == places
 
 
 # --- what goes wrong -----------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def fail_with_an_open_context() -> None:
 @loads_torch
 def test_the_first_failed_rank_is_reported() -> None:
     with pytest.raises(LookupError, match="no such column") as caught:
-        af.debug_launcher(fail_with_an_open_context)
+        af.launch.debug_launcher(fail_with_an_open_context)
     if sys.version_info >= (3, 11):
         assert "also failed: rank 1 RemoteRankError" in caught.value.__notes__[0]
 
@@ -263,7 +263,7 @@ def test_without_cloudpickle_only_functions_of_modules_are_sent(monkeypatch: pyt
     ],
     ids=str,
 )
-@pytest.mark.parametrize("launcher", [af.launch_processes, af.notebook_launcher, af.debug_launcher])
+@pytest.mark.parametrize("launcher", [af.launch_processes, af.notebook_launcher, af.launch.debug_launcher])
 @pytest.mark.usefixtures("_starts_nothing")
 def test_invalid_calls_are_refused(launcher: Any, change: Any, kind: type[Exception], message: str) -> None:
     given: dict[str, Any] = {"function": at_the_top_of_a_module, "num_processes": 1, **change}

@@ -145,7 +145,7 @@ def said(ctx: af.Context, **options: Any) -> str:
     parts = (
         af.plan_model(ctx, model),
         af.plan_memory(ctx, model, **options),
-        af.plan_traffic(ctx, model, **options),
+        af.parallel.plan_traffic(ctx, model, **options),
     )
     return "\n\n".join(map(str, parts)) + "\n"
 
@@ -161,7 +161,7 @@ def test_ranks_of_a_mesh_are_planned_for(capsys: Shown) -> None:
     expected = {**budget._asdict(), "held": budget.held, "total": budget.total, "peak": budget.peak}
     traffic = found.pop("exchanges")
     assert found == {"source": f"{MODULE}:Model", "mesh": {"dp_shard": 3, "tp": 2}, "bytes": expected}
-    planned = af.plan_traffic(ctx, model)
+    planned = af.parallel.plan_traffic(ctx, model)
     assert traffic == [one._asdict() for one in planned.exchanges]
 
 
@@ -216,7 +216,7 @@ def test_ranks_and_meshes_of_a_model_of_transformers(tmp_path: Path, capsys: Sho
     assert str(budget) in capsys.readouterr().out
     flags = f"--ranks 4 {text} --ranks_per_node 2 --mixed_precision bf16"
     for memory, status in ((500_000, 0), (10, 1)):
-        found = af.search_meshes(
+        found = af.parallel.search_meshes(
             *(4, model),
             memory=memory,
             num_rows=8,

@@ -20,7 +20,7 @@ def test_where_torch_has_none_it_is_refused_before_anything_changes() -> None:
     def run(ctx: Context, reason: str) -> None:
         model = net()
         with pytest.raises(NotAvailableError, match=reason):
-            af.convert_sync_batchnorm(ctx, model)
+            af.parallel.convert_sync_batchnorm(ctx, model)
         assert isinstance(cast("nn.Sequential", model[1])[0], nn.BatchNorm1d)
 
     run_ranks(lambda ctx: run(ctx, "threads have no process group"), 2)
@@ -36,13 +36,13 @@ def test_on_an_accelerator_layers_are_converted_with_the_group_of_the_context() 
         there = Context(world=world, collectives=ctx.collectives)
         model = net()
         keys = list(model.state_dict())
-        converted = af.convert_sync_batchnorm(there, model)
+        converted = af.parallel.convert_sync_batchnorm(there, model)
         layer: Any = cast("nn.Sequential", converted[1])[0]
         assert isinstance(layer, nn.SyncBatchNorm)
         assert cast("Any", layer).process_group is ctx.world.group
         assert list(converted.state_dict()) == keys
         with pytest.raises(ConfigurationError, match="prepared already"):
-            af.convert_sync_batchnorm(there, DistributedDataParallel(net()))
+            af.parallel.convert_sync_batchnorm(there, DistributedDataParallel(net()))
         return keys
 
     run_ranks(run, 2, "processes")

@@ -59,9 +59,9 @@ def train(ctx: Context, num_steps: int = 3) -> Any:
     """Train, evaluate twice; return the outputs and the buffers."""
     model = filled(Statistics())
     model = af.prepare(ctx, model)
-    af.register_forward_method(model, "loss")
+    af.parallel.register_forward_method(model, "loss")
     for step in range(num_steps):
-        with af.no_sync(ctx, model) if step == 0 else af.trigger_sync_in_backward(ctx, model):
+        with af.no_sync(ctx, model) if step == 0 else af.training.trigger_sync_in_backward(ctx, model):
             batch = rows(ctx.rank, step)
             loss = model.loss(batch) if step == 1 else model(batch).square().mean()
             loss.backward()

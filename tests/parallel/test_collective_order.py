@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import accelfn as af
-from accelfn import Context, DistributedDataParallelKwargs, ParallelismConfig
+from accelfn import Context, ParallelismConfig
+from accelfn.config import DistributedDataParallelKwargs
 from accelfn.testing import run_ranks
 
 WIDTH = 512  # a layer is a bucket of 1 MB
@@ -75,7 +76,7 @@ class Mixture(nn.Module):
 
 def losses_of_mixture(ctx: Context) -> list[float]:
     model = af.prepare_model(ctx, Mixture())
-    optimizer = af.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = af.training.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
     scaler, random, losses = af.init_scaler(ctx), torch.Generator().manual_seed(1), list[float]()
     for _ in range(STEPS):
         ids, labels = torch.randint(8, (2, 2, 16), generator=random)
@@ -127,7 +128,7 @@ class Gathering(nn.Module):
 
 def losses_of_gathering(ctx: Context) -> list[float]:
     model = af.prepare_model(ctx, Gathering(ctx))
-    optimizer = af.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = af.training.prepare_optimizer(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
     scaler, losses = af.init_scaler(ctx), list[float]()
     for _ in range(STEPS):
         rows = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(ctx.rank))
@@ -163,7 +164,7 @@ class Stack(nn.Module):
 def weights_of_two_models(ctx: Context) -> list[float]:
     first, tower, last = (af.prepare_model(ctx, Stack(number)) for number in (1, 3, 2))
     parameters = [*first.parameters(), *tower.parameters(), *last.parameters()]
-    optimizer = af.prepare_optimizer(ctx, torch.optim.SGD(parameters, lr=0.1))
+    optimizer = af.training.prepare_optimizer(ctx, torch.optim.SGD(parameters, lr=0.1))
     scaler = af.init_scaler(ctx)
     for step in range(STEPS):
         rows = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + ctx.rank))

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, DistributedDataParallelKwargs
+from accelfn import Context
+from accelfn.config import DistributedDataParallelKwargs
 from accelfn.context import StartedAllGather
 from accelfn.parallel.handle import syncing
 from accelfn.testing import Where, run_ranks

@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import accelfn as af
-from accelfn import Context, DistributedDataParallelKwargs
+from accelfn import Context
+from accelfn.config import DistributedDataParallelKwargs
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError
 from accelfn.testing import Where, run_ranks

@@ -183,7 +183,7 @@ _RECOMPUTED = {"fsdp_plugin": replace(_PLUGIN, activation_checkpointing=True)}
 _OFFLOADED = {"fsdp_plugin": replace(_PLUGIN, cpu_offload=True)}
 _COMPILED = {"dynamo_backend": "aot_eager"}
 # The loss is a sum: with torch's first scale the first steps would be skipped.
-_FLOAT16 = {"mixed_precision": "fp16", "kwargs_handlers": [af.GradScalerKwargs(init_scale=64.0)]}
+_FLOAT16 = {"mixed_precision": "fp16", "kwargs_handlers": [af.config.GradScalerKwargs(init_scale=64.0)]}
 LARGE = {
     "tp2 in hsdp2x2": Layout(replicate=2, shard=2, tp=2),
     "tp2 in fsdp2 in pp2": Layout(pp=2, shard=2, tp=2),

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import accelfn as af
-from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig, ScalerState
+from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig, StepState
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
@@ -113,8 +113,8 @@ def batch_of(ctx: Context, number: int, rows: int = 8) -> torch.Tensor:
 
 
 def train(
-    ctx: Context, model: nn.Module, optimizer: Optimizer, scaler: ScalerState, steps: range
-) -> tuple[list[float], ScalerState]:
+    ctx: Context, model: nn.Module, optimizer: Optimizer, scaler: StepState, steps: range
+) -> tuple[list[float], StepState]:
     """Train with windows of two batches; return the mean loss of each batch."""
     losses: list[float] = []
     for step in steps:
@@ -133,7 +133,7 @@ def locals_of(model: nn.Module) -> list[torch.Tensor]:
     return [local_of(parameter).detach().clone() for parameter in model.parameters()]
 
 
-def overflow(ctx: Context, model: nn.Module, optimizer: Optimizer, scaler: ScalerState) -> ScalerState:
+def overflow(ctx: Context, model: nn.Module, optimizer: Optimizer, scaler: StepState) -> StepState:
     """Let one rank's gradient overflow; no rank steps then."""
     before = locals_of(model)
     scaler = af.backward(ctx, model(batch_of(ctx, 50)).square().mean(), scaler)
@@ -221,7 +221,7 @@ def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_model_is_sha
             # The next optimizer counts, and one that comes after the model is refused itself.
             af.prepare(ctx, model, AdamW(model.parameters(), fused=True))
             with pytest.raises(NotAvailableError, match="prepare_optimizer: "):
-                af.prepare_optimizer(ctx, kind.make([*model.parameters()]))
+                af.training.prepare_optimizer(ctx, kind.make([*model.parameters()]))
             # So is one that nobody prepared, at its first step.
             model = Model()
             optimizer = kind.make([*model.parameters()])

@@ -46,12 +46,12 @@ def test_any_order_trains_as_if_the_optimizer_was_made_afterwards(order: str) ->
         before = weakref.ref(next(iter(model.parameters())))
         if order == "model first":
             af.prepare_model(ctx, model)
-            af.prepare_optimizer(ctx, optimizer)
+            af.training.prepare_optimizer(ctx, optimizer)
         elif order == "together":
             af.prepare(ctx, optimizer, model)
         else:
             if order == "optimizer first":
-                af.prepare_optimizer(ctx, optimizer)
+                af.training.prepare_optimizer(ctx, optimizer)
             af.prepare_model(ctx, model)
 
         def holds_shards() -> bool:

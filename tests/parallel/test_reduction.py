@@ -20,7 +20,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context
-from accelfn.context.config import Guard
+from accelfn.config import Guard
 from accelfn.testing import run_ranks
 from tests.seen import Seen, look
 

@@ -176,12 +176,12 @@ def check_parts(ctx: Context, folder: Path) -> None:
     assert counted.elements < 0.8 * sum(one.numel() for one in Model().parameters())
     for _ in range(2):
         with pytest.raises((ConfigurationError, RemoteRankError), match=r"came from the meta device and nev"):
-            af.forward(ctx, model, ids)
+            af.training.forward(ctx, model, ids)
     af.load_model(model, folder)
-    assert torch.allclose(af.forward(ctx, model, ids), Model()(ids), atol=1e-5)
+    assert torch.allclose(af.training.forward(ctx, model, ids), Model()(ids), atol=1e-5)
     # Values of rank 0; buffers of another device come along.
     model = af.prepare_model(ctx, Model() if ctx.rank == 0 else on_meta())
-    assert torch.allclose(af.forward(ctx, model, ids), Model()(ids), atol=1e-5)
+    assert torch.allclose(af.training.forward(ctx, model, ids), Model()(ids), atol=1e-5)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

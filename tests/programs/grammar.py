@@ -163,7 +163,7 @@ def _loss(p: Program, draft: Draft) -> None:
             + cross_entropy.replace("{{logits}}", "{{call}}"),
         )
         draft.add("losses", "loss = model.loss(batch)")
-        draft.add("prepared", 'af.register_forward_method(model, "loss")')
+        draft.add("prepared", 'af.parallel.register_forward_method(model, "loss")')
         return
     draft.add("losses", f"logits = {{{{call}}}}\nloss = {cross_entropy}")
     if p["loss"] == "aux":

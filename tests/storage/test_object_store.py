@@ -488,7 +488,7 @@ def test_an_index_names_no_file_elsewhere(address: str, store: Store) -> None:
 
 def test_the_shim_numbers_its_checkpoints_there(address: str) -> None:
     def started() -> tuple[af.Accelerator, nn.Linear]:
-        project = af.ProjectConfiguration(
+        project = af.config.ProjectConfiguration(
             project_dir=address, automatic_checkpoint_naming=True, total_limit=2
         )
         accelerator = af.Accelerator(project_config=project, cpu=True)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelfn.comm import Call, check_later, gather, reduce
+from accelfn.config import ParallelismConfig
 from accelfn.context import Context
-from accelfn.context.config import ParallelismConfig
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError
 from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
 from accelfn.tree import listify

@@ -33,7 +33,7 @@ def operations(ctx: Context) -> list[Any]:
     for step in range(2):
         scheduling_point(ctx, f"step {step}")
         found.append(af.gather_object(ctx, (ctx.rank, step)))
-        found.append(af.listify(af.reduce(ctx, torch.ones(2))))
+        found.append(af.tree.listify(af.reduce(ctx, torch.ones(2))))
         found.append((torch.rand(()).item(), random.random()))
     return found
 
@@ -170,7 +170,7 @@ def saving(folder: Path) -> Callable[[Context], Any]:
         handle = af.save_state(ctx, folder / "at", {"x": torch.arange(3.0)}, True)
         af.wait_for_everyone(ctx)
         handle.result()
-        return af.listify(af.load_state(ctx, folder / "at", {"x": torch.zeros(3)})["x"])
+        return af.tree.listify(af.load_state(ctx, folder / "at", {"x": torch.zeros(3)})["x"])
 
     return run
 

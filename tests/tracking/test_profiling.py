@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn import Context, ProfileKwargs
+from accelfn import Context
+from accelfn.config import ProfileKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 

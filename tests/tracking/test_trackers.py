@@ -256,7 +256,7 @@ def test_notes_on_all_are_printed_once_on_the_main_process(monkeypatch: pytest.M
         ("tensorboard", MissingExtraError, "tensorboard or tensorboardX.* pip install tensorboard"),
         ("aim", MissingExtraError, r"pip install 'aim<4'"),
         ([Memory, Memory()], ConfigurationError, "several trackers with the name memory"),
-        (3, TypeError, "subclasses of accelfn.GeneralTracker, got int"),
+        (3, TypeError, "subclasses of accelfn.tracking.GeneralTracker, got int"),
         (dict, TypeError, "got dict"),
     ],
 )

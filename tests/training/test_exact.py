@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelfn as af
-from accelfn import CanonicalReduction, Context
+from accelfn import Context
+from accelfn.config import CanonicalReduction
 from accelfn.errors import RemoteRankError
 from accelfn.testing import Where, run_ranks
 from tests.training.models import filled

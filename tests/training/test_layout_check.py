@@ -67,7 +67,7 @@ def rows(count: int = ROWS) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"reduction": "canonical"}])
 def test_replicas_are_equal_to_one_process(options: Any) -> None:
-    def work(ctx: af.Context) -> af.LayoutReport:
+    def work(ctx: af.Context) -> af.training.LayoutReport:
         torch.manual_seed(ctx.rank)  # all start from rank 0's values
         model, batch = net(nn.LayerNorm(5)), rows()
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -90,10 +90,10 @@ def test_replicas_are_equal_to_one_process(options: Any) -> None:
     assert str(first).endswith("equal to one process")
 
 
-def planted(make: Callable[[af.Context], nn.Module], loss_fn: Any = mean_loss) -> af.LayoutReport:
+def planted(make: Callable[[af.Context], nn.Module], loss_fn: Any = mean_loss) -> af.training.LayoutReport:
     """Return what is found of a model with a fault."""
 
-    def work(ctx: af.Context) -> af.LayoutReport:
+    def work(ctx: af.Context) -> af.training.LayoutReport:
         torch.manual_seed(0)
         return af.verify_layout(ctx, net(make(ctx)), rows(), loss_fn)
 
@@ -136,7 +136,7 @@ def test_both_parts_of_complex_numbers_are_compared(factor: float) -> None:
         fault = ((z.imag - z.imag.detach()) * z.imag.detach().mean(0)).sum(1).mean()
         return z.real.square().mean() + z.imag.square().mean() + factor * fault
 
-    def work(ctx: af.Context) -> af.LayoutReport:
+    def work(ctx: af.Context) -> af.training.LayoutReport:
         return af.verify_layout(ctx, Turned(), rows(), turned_loss)
 
     found = run_ranks(work, 2)[0]

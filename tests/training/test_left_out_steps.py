@@ -54,7 +54,7 @@ def test_ranks_that_train_by_themselves_step_as_often_as_they_like() -> None:
             for _ in range(ctx.rank + 1):
                 scaler = af.backward(ctx, model(torch.ones(1, 1)).sum(), af.init_scaler(ctx))
                 af.optimizer_step(ctx, optimizer, scaler)
-        af.average_parameters(ctx, model)
+        af.training.average_parameters(ctx, model)
         return model.weight.item()
 
     first, *others = run_ranks(run, 3)

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, LocalSGDState
+from accelfn import Context
 from accelfn.errors import ConfigurationError, MismatchError
 from accelfn.testing import run_ranks
+from accelfn.training import LocalSGDState
 from tests.training.models import filled, values
 
 Values = list[torch.Tensor]
@@ -55,9 +56,9 @@ def locally(ctx: Context, every: int, steps: int, momentum: float = 0.0) -> Valu
     with af.no_sync(ctx, model):
         for number in range(1, steps + 1):
             step(model, optimizer, batch(ctx.rank, number))
-            state = af.local_sgd_step(ctx, model, state, every=every)
+            state = af.training.local_sgd_step(ctx, model, state, every=every)
     assert state.num_steps == steps % every
-    af.average_parameters(ctx, model)
+    af.training.average_parameters(ctx, model)
     return values(model)
 
 
@@ -78,7 +79,7 @@ def test_only_what_is_trained_is_averaged() -> None:
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.fill_(ctx.rank)
-        af.average_parameters(ctx, model)
+        af.training.average_parameters(ctx, model)
         return [float(one.detach().sum()) for one in (*model.parameters(), *model.buffers())]
 
     assert run_ranks(run, 2) == [[0, 0.5, 0.5, 0.5, 0, 0, 0], [1, 0.5, 0.5, 0.5, 1, 1, 1]]
@@ -86,11 +87,11 @@ def test_only_what_is_trained_is_averaged() -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(ValueError, match="the number of steps must be at least 1, got 0"):
-        af.local_sgd_step(Context(), nn.Linear(1, 1), LocalSGDState(), every=0)
+        af.training.local_sgd_step(Context(), nn.Linear(1, 1), LocalSGDState(), every=0)
 
     def run(ctx: Context) -> None:
         with pytest.raises(MismatchError, match="weight"):
-            af.average_parameters(ctx, nn.Linear(1 + ctx.rank, 1))
+            af.training.average_parameters(ctx, nn.Linear(1 + ctx.rank, 1))
 
     run_ranks(run, 2)
 
@@ -99,8 +100,8 @@ def test_in_exact_mode_ranks_do_not_train_by_themselves() -> None:
     def run(ctx: Context) -> None:
         model = af.prepare(ctx, model_of())
         with pytest.raises(ConfigurationError, match="sums the gradients of all ranks"):
-            af.local_sgd_step(ctx, model, LocalSGDState())
+            af.training.local_sgd_step(ctx, model, LocalSGDState())
         with pytest.raises(ConfigurationError, match=r"LocalSGD: .* lets ranks train independently"):
-            af.LocalSGD(af.Accelerator(context=ctx), model)
+            af.accelerator.LocalSGD(af.Accelerator(context=ctx), model)
 
     run_ranks(run, 2, reduction="canonical")

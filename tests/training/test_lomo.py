@@ -70,7 +70,7 @@ def test_lomo_is_sgd_without_gradients_left_over(kind: Any) -> None:
     model = model_of()
     model, optimizer = af.prepare(ctx, model, kind(model))
     for _ in range(3):
-        af.lomo_backward(ctx, loss_of(model), 0.1, optimizer)
+        af.training.lomo_backward(ctx, loss_of(model), 0.1, optimizer)
         assert all(one.grad is None for one in model.parameters())
     torch.testing.assert_close(values(model), by_sgd(3, 0.1))
 
@@ -93,14 +93,14 @@ def test_the_shim_steps_in_backward_and_not_again(kind: Any, way: str) -> None:
 
 def test_a_loss_in_a_window_is_divided_by_its_length() -> None:
     model = model_of()
-    af.lomo_backward(Context(), loss_of(model), 0.2, StandIn(model), plan_microbatch(0, 0, 2, 4))
+    af.training.lomo_backward(Context(), loss_of(model), 0.2, StandIn(model), plan_microbatch(0, 0, 2, 4))
     torch.testing.assert_close(values(model), by_sgd(1, 0.1))
 
 
 def test_what_lomo_cannot_do_is_refused() -> None:
     model, ctx = model_of(), Context()
     optimizer, loss = StandIn(model), loss_of(model)
-    lomo_backward: Any = af.lomo_backward
+    lomo_backward: Any = af.training.lomo_backward
     for given, error, text in (
         ((ctx, loss, None, optimizer), ValueError, "got no learning rate"),
         ((ctx, loss, 0.1, sgd(model)), TypeError, "SGD has no fused_backward"),
@@ -143,7 +143,9 @@ def train(ctx: Context, model: nn.Module, optimizer: Optimizer, batches: range) 
         ]
         micro = plan_microbatch(number, 0, 100, 2)
         with af.accumulate(ctx, micro, model):
-            af.lomo_backward(ctx, (model(x) - x.sum(1, keepdim=True)).square().mean(), 0.1, optimizer, micro)
+            af.training.lomo_backward(
+                ctx, (model(x) - x.sum(1, keepdim=True)).square().mean(), 0.1, optimizer, micro
+            )
         assert all(one.grad is None for one in model.parameters())
         found += values(model)
     return found
@@ -177,7 +179,7 @@ def test_models_that_no_rank_averages_at_once_are_refused_before_they_change() -
         ):
             before = values(model)
             with pytest.raises(ConfigurationError, match="is not averaged over the 2 ranks before"):
-                af.lomo_backward(ctx, prepared(torch.ones(1, 2)).sum(), 0.1, optimizer)
+                af.training.lomo_backward(ctx, prepared(torch.ones(1, 2)).sum(), 0.1, optimizer)
             assert all(map(torch.equal, values(model), before))
 
     run_ranks(run, 2, on="processes")

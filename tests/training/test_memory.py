@@ -209,12 +209,12 @@ def test_release_memory_gives_one_none_for_each_object() -> None:
     held = weakref.ref(model)
     gc.disable()
     try:
-        released: list[None] = af.release_memory(model, cycle)
+        released: list[None] = af.training.release_memory(model, cycle)
         del model, cycle
-        assert af.release_memory() == []
+        assert af.training.release_memory() == []
     finally:
         gc.enable()
     assert released == [None, None]
     assert held() is None
-    af.clear_device_cache()
-    af.clear_device_cache(garbage_collection=True)
+    af.training.clear_device_cache()
+    af.training.clear_device_cache(garbage_collection=True)

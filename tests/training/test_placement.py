@@ -25,7 +25,7 @@ def mapped(device_map: Any, model: nn.Module | None = None) -> nn.Module:
 
 def test_a_device_map_counts_where_it_names_several_devices() -> None:
     shim = Accelerator(context=Context())
-    for verify in (af.verify_device_map, shim.verify_device_map):
+    for verify in (af.training.verify_device_map, shim.verify_device_map):
         assert not verify(nn.Linear(1, 1))
         assert not verify(mapped({"": "cpu"}))
         assert not verify(mapped("auto"))

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import AutocastKwargs, Context
+from accelfn import Context
+from accelfn.config import AutocastKwargs
 from accelfn.testing import Where, run_ranks
 
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, GradScalerKwargs, Loss
+from accelfn import Context, Loss
+from accelfn.config import GradScalerKwargs
 from accelfn.errors import MismatchError
 from accelfn.testing import run_ranks
 from tests.training.models import one_weight

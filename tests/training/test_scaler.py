@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn import Context, GradScalerKwargs
+from accelfn import Context
+from accelfn.config import GradScalerKwargs
 from accelfn.testing import run_ranks
-from accelfn.training import ScalerState, init_scaler, step_was_skipped
+from accelfn.training import StepState, init_scaler, step_was_skipped
 from tests.training.models import one_weight, sgd
 
 
@@ -114,7 +115,7 @@ def test_the_state_is_a_tree_of_tensors_and_pickled_and_copied_as_it_is() -> Non
     state = init_scaler(fp16())
     for twin in (af.send_to_device(state, "cpu"), copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
         assert twin == state
-        assert type(twin) is ScalerState
+        assert type(twin) is StepState
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -145,7 +146,7 @@ def test_sparse_gradients_are_unscaled_too() -> None:
     assert table.weight.tolist() == [[0.0], [-2.0], [0.0]]
 
 
-def used_once(ctx: Context, optimizer: torch.optim.Optimizer) -> list[Callable[[ScalerState], object]]:
+def used_once(ctx: Context, optimizer: torch.optim.Optimizer) -> list[Callable[[StepState], object]]:
     """What takes a state."""
     parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -168,14 +169,14 @@ def test_a_state_that_was_superseded_is_refused_wherever_it_is_used_next(mode: s
     for supersedes in uses[:3]:
         before = init_scaler(ctx)
         newest = supersedes(before)
-        assert isinstance(newest, ScalerState)
+        assert isinstance(newest, StepState)
         for use in uses:
             with pytest.raises(ValueError, match=r"superseded: .*\n.*\n.*\nWrite `scaler = af.backward"):
                 use(before)
         assert before.superseded_by is not None
         # What is made of it is another state; and only what has succeeded supersedes.
         for twin in (before._replace(), optree.tree_map(torch.clone, cast("Any", before))):
-            assert isinstance(twin, ScalerState)
+            assert isinstance(twin, StepState)
             assert twin.superseded_by is None
         with pytest.raises(ValueError, match="one number"):
             af.backward(ctx, parameter.expand(2), newest)

@@ -13,7 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import accelfn as af
-from accelfn import Context, GradientAccumulationPlugin, GradScalerKwargs, Guard
+from accelfn import Context, GradientAccumulationPlugin, Guard
+from accelfn.config import GradScalerKwargs
 from accelfn.errors import (
     ConfigurationError,
     MismatchError,

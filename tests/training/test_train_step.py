@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
 
 import accelfn as af
-from accelfn import Context, GradScalerKwargs, Guard, Loss
+from accelfn import Context, Guard, Loss
+from accelfn.config import GradScalerKwargs
 from accelfn.context import World
 from accelfn.errors import ConfigurationError, NonFiniteGradientError, RemoteRankError
 from accelfn.testing import run_ranks

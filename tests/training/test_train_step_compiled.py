@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from accelfn import Context, GradScalerKwargs
+from accelfn import Context
+from accelfn.config import GradScalerKwargs
 from accelfn.testing import run_ranks
 from tests.training.test_train_step import begin, make_rows, mean_loss
 

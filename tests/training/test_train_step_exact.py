@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import CanonicalReduction, Context
+from accelfn import Context
+from accelfn.config import CanonicalReduction
 from accelfn.testing import run_ranks
 from tests.training.models import filled
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.context.config import GradScalerKwargs
+from accelfn.config import GradScalerKwargs
 from accelfn.testing import run_ranks
 
 # A scale that doubles after each step.

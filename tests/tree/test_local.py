@@ -169,15 +169,15 @@ def as_it_reads(tree: Any) -> list[Any]:
 def test_the_batch_size_is_that_of_the_first_tensor_with_rows(tree: Any) -> None:
     sizes = [len(leaf) for leaf in as_it_reads(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if sizes:
-        assert af.find_batch_size(tree) == sizes[0]
+        assert af.tree.find_batch_size(tree) == sizes[0]
     else:
         with pytest.raises(ValueError, match="no tensor with a first dimension"):
-            af.find_batch_size(tree)
+            af.tree.find_batch_size(tree)
 
 
 @given(mixed())
 def test_fp32_conversion_touches_halves_alone(tree: Any) -> None:
-    result = pure(af.convert_to_fp32, tree)
+    result = pure(af.tree.convert_to_fp32, tree)
     for leaf, old in zip(flatten(result)[0], flatten(tree)[0], strict=True):
         if isinstance(old, torch.Tensor) and old.dtype in (torch.float16, torch.bfloat16):
             assert leaf.dtype == torch.float32
@@ -188,7 +188,7 @@ def test_fp32_conversion_touches_halves_alone(tree: Any) -> None:
 
 @given(trees(tensors(shape=shapes(min_dims=1))), st.integers(1, 4), st.integers(1, 5))
 def test_padding_repeats_the_last_row_and_can_be_undone(tree: Any, batch_size: int, ranks: int) -> None:
-    result = pure(lambda tree: af.pad_input_tensors(tree, batch_size, ranks), tree)
+    result = pure(lambda tree: af.tree.pad_input_tensors(tree, batch_size, ranks), tree)
     for leaf, old in zip(flatten(result)[0], flatten(tree)[0], strict=True):
         if len(old) == batch_size:
             assert len(leaf) == math.ceil(batch_size / ranks) * ranks
@@ -204,11 +204,11 @@ def test_padding_repeats_the_last_row_and_can_be_undone(tree: Any, batch_size: i
 def test_listify_gives_what_torch_gives(tree: Any) -> None:
     leaves, structure = flatten(tree)
     expected = [cast("Any", leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    assert flatten(af.listify(tree)) == flatten(structure.unflatten(expected))
+    assert flatten(af.tree.listify(tree)) == flatten(structure.unflatten(expected))
 
 
 @given(mixed())
 def test_the_device_is_that_of_the_first_tensor(tree: Any) -> None:
     has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in flatten(tree)[0])
-    assert af.find_device(tree) == (torch.device("cpu") if has_tensor else None)
-    assert af.find_device([torch.zeros(1, device="meta"), tree]) == torch.device("meta")
+    assert af.tree.find_device(tree) == (torch.device("cpu") if has_tensor else None)
+    assert af.tree.find_device([torch.zeros(1, device="meta"), tree]) == torch.device("meta")

@@ -250,7 +250,7 @@ def test_is_leaf_stops_at_containers_that_are_opened_here() -> None:
 @given(trees(tensors() | st.text(max_size=2)))
 def test_structure_then_initialize_keeps_shapes_and_dtypes_and_other_leaves(tree: Any) -> None:
     for device in ("cpu", "meta"):
-        others, other_structure = flatten(af.initialize_tensors(af.tree_structure(tree), device))
+        others, other_structure = flatten(af.tree.initialize_tensors(af.tree.tree_structure(tree), device))
         leaves, structure = flatten(tree)
         assert other_structure == structure
         for leaf, other in zip(leaves, others, strict=True):
@@ -258,8 +258,8 @@ def test_structure_then_initialize_keeps_shapes_and_dtypes_and_other_leaves(tree
                 assert (other.shape, other.dtype, other.device.type) == (leaf.shape, leaf.dtype, device)
             else:
                 assert other == leaf
-    info = af.TensorInformation((2,), torch.int8)
-    assert af.tree_structure({"x": torch.zeros(2, dtype=torch.int8)}) == {"x": info}
+    info = af.tree.TensorInformation((2,), torch.int8)
+    assert af.tree.tree_structure({"x": torch.zeros(2, dtype=torch.int8)}) == {"x": info}
 
 
 @pytest.mark.usefixtures("dtensors")
@@ -276,6 +276,6 @@ def test_a_plain_tensor_is_all_here_and_a_dtensor_is_not() -> None:
         local = local_of(spread)
         assert (is_dtensor(spread), is_dtensor(local), local.requires_grad) == (True, False, False)
         local.mul_(2)  # the very part
-        return af.listify(local_of(spread))
+        return af.tree.listify(local_of(spread))
 
     assert run_ranks(run, 2, on="processes") == [[0, 2], [4, 6]]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast
 
-from accelfn.context.config import DeepSpeedPlugin
+from accelfn.config import DeepSpeedPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import table_text
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.config import MSAMPRecipeKwargs
 from accelfn.context import Context
-from accelfn.context.config import MSAMPRecipeKwargs
 from accelfn.errors import NotAvailableError
 
 

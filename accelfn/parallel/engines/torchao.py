@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from accelfn.context.config import AORecipeKwargs
+from accelfn.config import AORecipeKwargs
 from accelfn.errors import MissingExtraError
 
 

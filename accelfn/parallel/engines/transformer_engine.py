@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelfn.context.config import TERecipeKwargs
+from accelfn.config import TERecipeKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.forward import WrappedForward
 

@@ -92,7 +92,7 @@ class Segment:
 
 
 class Weights(NamedTuple):
-    """What a rank holds of parameters, in bytes; the names are those of :class:`accelfn.Budget`."""
+    """What a rank holds of parameters, in bytes; the names are those of :class:`accelfn.parallel.Budget`."""
 
     parameters: int
     padding: int

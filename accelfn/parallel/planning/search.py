@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 from typing_extensions import Unpack
 
+from accelfn.config import GradientAccumulationPlugin, ParallelismConfig
 from accelfn.context import Context, ContextOptions, MeshPlan, plan_context
-from accelfn.context.config import GradientAccumulationPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.plan import WholePlan, plan_rank, plan_whole
@@ -81,7 +81,7 @@ class MeshSearch(NamedTuple):
         num_ranks: Number of ranks.
         memory: Bytes that each rank has.
         num_rows: Rows of a step on all ranks together.
-        layouts: Those in which the model fits, in the order of :func:`accelfn.search_meshes`.
+        layouts: Those in which the model fits, in the order of :func:`accelfn.parallel.search_meshes`.
         refused: The others.
     """
 
@@ -178,8 +178,8 @@ def search_meshes(
     parallelism is kept within a node. Only meshes for which :func:`accelfn.plan_model` has a plan are found.
 
     The passes of one row and of two are simulated for each size of ``tp``, ``cp`` and ``sp``. The result is
-    that of :func:`accelfn.plan_memory` and :func:`accelfn.plan_traffic` for each mesh; but the largest tensor
-    of an operation is that of one row times the rows.
+    that of :func:`accelfn.plan_memory` and :func:`accelfn.parallel.plan_traffic` for each mesh; but the
+    largest tensor of an operation is that of one row times the rows.
 
     Ranks: local.
 

@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from accelfn.context.config import TorchContextParallelConfig
+from accelfn.config import TorchContextParallelConfig
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import ModelFacts, list_text
 from accelfn.parallel.forward import WrappedForward

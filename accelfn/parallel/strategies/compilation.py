@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
+from accelfn.config import DynamoBackend, TorchDynamoPlugin
 from accelfn.parallel.facts import ModelFacts, repeated_blocks
 from accelfn.parallel.forward import WrappedForward, copied_without
 from accelfn.parallel.handle import uncompiled

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 import torch
 from torch import nn
 
-from accelfn.context.config import DynamoBackend, ExpertParallelConfig
+from accelfn.config import DynamoBackend, ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, list_text, modules_of, owner_of
 from accelfn.parallel.pointers import retie

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.context import Context, DeviceFacts, check_fp8, read_hardware
-from accelfn.context.config import (
+from accelfn.config import (
     AORecipeKwargs,
     FP8Backend,
     Fp8Choice,
@@ -19,6 +18,7 @@ from accelfn.context.config import (
     choose_fp8,
     list_fp8_packages,
 )
+from accelfn.context import Context, DeviceFacts, check_fp8, read_hardware
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of
 from accelfn.parallel.strategies.fsdp_plan import ignored_at
@@ -126,7 +126,7 @@ def plan_fp8(
     transformer-engine converts all with sizes that are multiples of 16, and layer normalisations.
 
     Args:
-        choice: The engine, from :func:`accelfn.context.config.choose_fp8`.
+        choice: The engine, from :func:`accelfn.config.choose_fp8`.
         facts: Of the complete model.
         device: Where it computes.
         is_sharded: Whether FSDP shards the model.

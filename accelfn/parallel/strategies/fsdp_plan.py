@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accelfn.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.context import MeshPlan
-from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, list_text, modules_of, owner_of
 from accelfn.parallel.strategies.experts import ExpertPlan

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
+from accelfn.config import PipelineParallelConfig
 from accelfn.context import Context
-from accelfn.context.config import PipelineParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, list_text, owner_of
 from accelfn.parallel.strategies.strategy import Planning

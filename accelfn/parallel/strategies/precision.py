@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from accelfn.config import AutocastKwargs
 from accelfn.context import Context, Precision, takes_context
-from accelfn.context.config import AutocastKwargs
 from accelfn.parallel.forward import WrappedForward
 from accelfn.tree import convert_to_fp32
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from accelfn.config import DynamoBackend
 from accelfn.context import Context
-from accelfn.context.config import DynamoBackend
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import KeptBuffers
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of

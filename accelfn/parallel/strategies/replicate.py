@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from accelfn.comm import reduce, verify_structure
+from accelfn.config import DistributedDataParallelKwargs
 from accelfn.context import Context
-from accelfn.context.config import DistributedDataParallelKwargs
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.buffers import IGNORED, sync_buffers
 from accelfn.parallel.facts import modules_of

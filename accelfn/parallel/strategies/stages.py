@@ -525,7 +525,7 @@ class StagedForward(WrappedForward):
             raise ConfigurationError(
                 f"{type(model).__name__} is split into {len(self._plan.stages)} pipeline stages, and no rank "
                 "has all of them, so it can't be called. Use accelfn.forward_backward(ctx, model, loss_fn, "
-                "...) to train it, and accelfn.forward(ctx, model, ...) for its output."
+                "...) to train it, and accelfn.training.forward(ctx, model, ...) for its output."
             )
         kwargs = self._without_collecting(model, args, kwargs)
         try:

@@ -60,7 +60,7 @@ def layouts(
         _axis(draft, "tp_size", p["tp"])
         if p["tp"] > 1:
             draft.words.setdefault("tensor_plan", repr(dict(tensor_plan or {})))
-            plan = "af.context.config.TorchTensorParallelConfig(plan={{tensor_plan}})"
+            plan = "af.config.TorchTensorParallelConfig(plan={{tensor_plan}})"
             draft.names.setdefault("axes", []).append(f"tp_handler={plan}")
 
     def in_sequences(name: str) -> Feature:
@@ -100,7 +100,7 @@ def _fsdp(p: Program, draft: Draft) -> None:
 @feature("ddp", ("", *_DDP), is_neutral=True)
 def _ddp(p: Program, draft: Draft) -> None:
     if p["ddp"]:
-        handler = f"af.DistributedDataParallelKwargs({_DDP[p['ddp']]})"
+        handler = f"af.config.DistributedDataParallelKwargs({_DDP[p['ddp']]})"
         draft.options["kwargs_handlers"] = f"[{handler}]"
 
 
@@ -115,7 +115,7 @@ def _exact(p: Program, draft: Draft) -> None:
     """Exact mode, which has the same bits at any number of ranks."""
     if p["exact"]:
         number = p["accumulation"] * p["dp"]
-        draft.options["reduction"] = f"af.CanonicalReduction(num_microbatches={number})"
+        draft.options["reduction"] = f"af.config.CanonicalReduction(num_microbatches={number})"
         draft.options.pop("gradient_accumulation_steps", None)
 
 

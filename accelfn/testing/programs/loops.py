@@ -283,7 +283,8 @@ def _sync(p: Program, draft: Draft) -> None:
         draft.words["window"] = "af.no_sync(ctx, model)"
         draft.wrap(
             "backward",
-            "with af.trigger_sync_in_backward(ctx, model) if micro.sync else contextlib.nullcontext():",
+            "with af.training.trigger_sync_in_backward(ctx, model)"
+            " if micro.sync else contextlib.nullcontext():",
         )
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accelfn.config import Guard
 from accelfn.context import Context, ContextOptions, Mesh, configure, with_mesh
-from accelfn.context.config import Guard
 from accelfn.errors import AccelfnError, CollectiveTimeoutError, MissingRankError, RemoteRankError
 from accelfn.testing.programs import parts, plain
 from accelfn.testing.programs.grammar import Program

@@ -51,7 +51,7 @@ def train(
                 state["step"] += 1
                 if kill == (name(), state["step"]):
                     os.kill(os.getpid(), signal.SIGKILL)
-                af.remember(ctx, state, every=5)
+                af.snapshot(ctx, state, every=5)
             if state["step"] == steps:
                 break
     weights = af.unwrap_model(model).state_dict().values()
@@ -75,7 +75,7 @@ def main() -> None:
         lambda ctx, state: train(ctx, state, arguments.steps, kill),
         make_state,
         cpu=True,
-        reduction=af.CanonicalReduction(num_microbatches=6),  # exact mode, for 1, 2, 3 or 6 ranks
+        reduction=af.config.CanonicalReduction(num_microbatches=6),  # exact mode, for 1, 2, 3 or 6 ranks
     )
     fingerprint, is_main = result or ("", False)
     if is_main:

@@ -61,7 +61,7 @@ def test_outputs_are_those_of_the_model(size: int) -> None:
     def run(ctx: Context) -> None:
         args, kwargs = a_call(6)
         model = seeded(Net())
-        pipeline = af.prepare_pipeline(ctx, model, args, example_kwargs=kwargs)
+        pipeline = af.bigmodel.prepare_pipeline(ctx, model, args, example_kwargs=kwargs)
         assert isinstance(pipeline, Pipeline)
         assert len(pipeline.plan.stages) == size
         for rows in (6, 5, 1, 13):  # not divisible, fewer than ranks, more than the example
@@ -81,7 +81,7 @@ def test_each_rank_holds_its_own_stage_only() -> None:
         args, kwargs = a_call(4)
         model = seeded(Net())
         before = tensors_of(model)
-        pipeline = af.prepare_pipeline(ctx, model, args, example_kwargs=kwargs)
+        pipeline = af.bigmodel.prepare_pipeline(ctx, model, args, example_kwargs=kwargs)
         own = set(pipeline.plan.stages[ctx.rank].parameters)
         held = tensors_of(model)
         assert {name for name in held if name in dict(model.named_parameters())} == own
@@ -103,7 +103,7 @@ def test_the_plan_is_the_same_without_values_and_for_any_rank() -> None:
     assert planned.split == ("blocks.1",)
 
     def run(ctx: Context) -> Any:
-        return af.prepare_pipeline(ctx, seeded(Net()), args, example_kwargs=kwargs).plan
+        return af.bigmodel.prepare_pipeline(ctx, seeded(Net()), args, example_kwargs=kwargs).plan
 
     assert run_processes(run, 2) == [planned, planned]
 
@@ -147,7 +147,7 @@ def test_models_and_examples_that_cannot_run_in_stages_are_refused(
     def run(ctx: Context) -> None:
         mine = copy.deepcopy(model)
         with pytest.raises((ValueError, RemoteRankError), match=says):
-            af.prepare_pipeline(ctx, mine, example, **options)
+            af.bigmodel.prepare_pipeline(ctx, mine, example, **options)
         if not isinstance(model, (Skipping, nn.Sequential)):
             assert dict(mine.named_parameters()).keys() == dict(model.named_parameters()).keys()
             assert mine.training
@@ -159,7 +159,7 @@ def test_models_and_examples_that_cannot_run_in_stages_are_refused(
 def test_a_bad_batch_is_an_error_on_all_ranks_and_the_next_one_runs() -> None:
     def run(ctx: Context) -> str:
         model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
-        pipeline = af.prepare_pipeline(ctx, model, torch.ones(4, 4))
+        pipeline = af.bigmodel.prepare_pipeline(ctx, model, torch.ones(4, 4))
         with pytest.raises(ValueError, match="this one has no rows"):
             pipeline(torch.ones(0, 4))
         with pytest.raises((RuntimeError, RemoteRankError), match="shapes cannot be multiplied") as caught:
@@ -175,7 +175,7 @@ def test_an_exception_in_a_stage_is_raised_on_all_ranks() -> None:
     """An index that isn't in the table: only the first stage can know."""
 
     def run(ctx: Context) -> str:
-        pipeline = af.prepare_pipeline(ctx, seeded(Tied()), torch.zeros(4, 3, dtype=torch.int64))
+        pipeline = af.bigmodel.prepare_pipeline(ctx, seeded(Tied()), torch.zeros(4, 3, dtype=torch.int64))
         wrong = torch.zeros(4, 3, dtype=torch.int64)
         wrong[3] = 99  # in the last micro-batch
         with pytest.raises((IndexError, RemoteRankError), match="index out of range") as caught:
@@ -205,7 +205,7 @@ class Deadly(nn.Linear):
 def test_a_rank_that_dies_during_a_batch_is_named() -> None:
     def run(ctx: Context) -> None:
         model = nn.Sequential(nn.Linear(4, 4), Deadly(4, 4), nn.Linear(4, 4))
-        pipeline = af.prepare_pipeline(ctx, model, torch.ones(6, 4), split_points=["1", "2"])
+        pipeline = af.bigmodel.prepare_pipeline(ctx, model, torch.ones(6, 4), split_points=["1", "2"])
         pipeline(torch.ones(6, 4))
 
     with pytest.raises(MissingRankError, match="rank 1"):
@@ -216,7 +216,7 @@ def test_ranks_that_are_threads_are_refused() -> None:
     def run(ctx: Context) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         with pytest.raises(af.errors.NotAvailableError, match='on="processes"'):
-            af.prepare_pipeline(ctx, model, torch.ones(4, 4))
+            af.bigmodel.prepare_pipeline(ctx, model, torch.ones(4, 4))
         assert len(list(model.parameters())) == 4
 
     run_ranks(run, 2)
@@ -239,7 +239,7 @@ def test_ranks_read_their_own_stage_of_a_checkpoint(size: int, tmp_path: Path) -
             model = Tied()
         example = torch.zeros(4, 3, dtype=torch.int64)
         with mock.patch.object(applying, "read_tensors", side_effect=applying.read_tensors) as read:
-            pipeline = af.prepare_pipeline(ctx, model, example, checkpoint=folder)
+            pipeline = af.bigmodel.prepare_pipeline(ctx, model, example, checkpoint=folder)
         if size == 2:
             # Tied weights are in the file once, under the first name, and both stages need them.
             own = {
@@ -264,7 +264,7 @@ def test_a_model_without_values_needs_a_checkpoint_that_fits(tmp_path: Path) -> 
             model = Tied()
         example = torch.zeros(4, 3, dtype=torch.int64)
         caught = [
-            catch(lambda message=message: af.prepare_pipeline(ctx, model, example, **message))[1]
+            catch(lambda message=message: af.bigmodel.prepare_pipeline(ctx, model, example, **message))[1]
             for message in cast("list[dict[str, Any]]", [{}, {"checkpoint": folder}])
         ]
         assert "body.0.weight, body.0.bias, " in str(caught[0])
@@ -296,8 +296,8 @@ class Backwards(nn.Module):
 def test_modules_after_the_blocks_may_be_named() -> None:
     def run(ctx: Context) -> torch.Tensor:
         with pytest.raises((ValueError, RemoteRankError), match=r"name it in .*last="):
-            af.prepare_pipeline(ctx, seeded(Backwards()), torch.ones(4, 4))
-        made = af.prepare_pipeline(
+            af.bigmodel.prepare_pipeline(ctx, seeded(Backwards()), torch.ones(4, 4))
+        made = af.bigmodel.prepare_pipeline(
             ctx, seeded(Backwards()), torch.ones(4, 4), last=["norm"], gather_output=True
         )
         assert made.plan.stages[1].modules == ("norm",)

@@ -24,7 +24,7 @@ def test_the_model_itself_runs_the_pipeline(gather_output: bool) -> None:
     def run(ctx: Context) -> None:
         model: Any = seeded(Tied())
         # The context is made of the process group that is there.
-        found = af.prepare_pippy(model, example_args=(IDS,), gather_output=gather_output)
+        found = af.bigmodel.prepare_pippy(model, example_args=(IDS,), gather_output=gather_output)
         assert found is model
         assert model.hf_split_points == ["body.2"]
         assert isinstance(model.pippy_stage, pipelining.PipelineStage)
@@ -41,7 +41,7 @@ def test_the_model_itself_runs_the_pipeline(gather_output: bool) -> None:
 def test_schedules_of_torch_run_the_stages() -> None:
     def run(ctx: Context) -> None:
         model: Any = seeded(Tied())
-        af.prepare_pippy(model, example_kwargs={"ids": IDS}, num_chunks=3, ctx=ctx)
+        af.bigmodel.prepare_pippy(model, example_kwargs={"ids": IDS}, num_chunks=3, ctx=ctx)
         schedule: Any = pipelining.ScheduleGPipe(model.pippy_stage, 3)
         with torch.no_grad():
             outs = schedule.eval(ids=IDS)
@@ -53,7 +53,7 @@ def test_schedules_of_torch_run_the_stages() -> None:
 
 def test_with_one_process_the_model_is_unchanged() -> None:
     model = seeded(Tied())
-    found = af.prepare_pippy(model, example_args=(IDS,), ctx=Context())
+    found = af.bigmodel.prepare_pippy(model, example_args=(IDS,), ctx=Context())
     assert found is model
     assert "forward" not in vars(model)
     assert cast("Any", model).hf_split_points == []

@@ -58,7 +58,7 @@ def test_a_quantised_model_computes_nearly_the_same_in_less_memory(
 ) -> None:
     plain = made()
     now = made()
-    assert af.load_and_quantize_model(now, config) is now
+    assert af.bigmodel.load_and_quantize_model(now, config) is now
     found = cast("Any", now)
     assert (found.is_loaded_in_8bit, found.is_loaded_in_4bit) == (config.bits == 8, config.bits == 4)
     assert has_4bit_bnb_layers(now) == (config.bits == 4)
@@ -72,7 +72,7 @@ def test_a_quantised_model_computes_nearly_the_same_in_less_memory(
         assert not layer.weight.requires_grad
     assert type(now.head) is nn.Linear
     # Loaded from a checkpoint it is the same, bit for bit, and so are copies, made before it ran and after.
-    loaded = af.load_and_quantize_model(empty(), config, folder)
+    loaded = af.bigmodel.load_and_quantize_model(empty(), config, folder)
     for one in (copy.deepcopy(loaded), loaded, copy.deepcopy(now), pickle.loads(pickle.dumps(now))):
         assert torch.equal(result(one), result(now))
     assert not any(one.is_meta for one in (*loaded.parameters(), *loaded.buffers()))
@@ -81,7 +81,7 @@ def test_a_quantised_model_computes_nearly_the_same_in_less_memory(
 @EACH
 def test_quantised_layers_pass_gradients_on(config: BnbQuantizationConfig) -> None:
     torch.random.manual_seed(0)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
-    model = af.load_and_quantize_model(made(), config)
+    model = af.bigmodel.load_and_quantize_model(made(), config)
     model.requires_grad_(False)
     layer = cast("Any", model.blocks[0]).up
     result(model)  # in evaluation mode before: kernels for that may not stay
@@ -97,14 +97,14 @@ def test_quantised_layers_pass_gradients_on(config: BnbQuantizationConfig) -> No
 def test_state_dicts_are_stable_and_saved_models_are_loaded_directly(
     config: BnbQuantizationConfig, tmp_path: Path
 ) -> None:
-    model = af.load_and_quantize_model(made(), config)
+    model = af.bigmodel.load_and_quantize_model(made(), config)
     before = copy.deepcopy(model.state_dict())
     expected = result(model)
     after = model.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
     af.save_model(Context(), model, tmp_path)
-    other = af.load_and_quantize_model(empty(), config, tmp_path)
+    other = af.bigmodel.load_and_quantize_model(empty(), config, tmp_path)
     size = sum(file.stat().st_size for file in tmp_path.iterdir())
     assert size < 0.8 * compute_module_sizes(made())[""]
     assert torch.equal(result(other), expected)
@@ -112,7 +112,7 @@ def test_state_dicts_are_stable_and_saved_models_are_loaded_directly(
 
 def test_other_quantisations_are_refused(tmp_path: Path) -> None:
     four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    af.save_model(Context(), af.load_and_quantize_model(made(), four), tmp_path)
+    af.save_model(Context(), af.bigmodel.load_and_quantize_model(made(), four), tmp_path)
     fp4 = BnbQuantizationConfig(load_in_4bit=True)
     twice = BnbQuantizationConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
@@ -120,10 +120,10 @@ def test_other_quantisations_are_refused(tmp_path: Path) -> None:
     for config, message in ((fp4, "isn't fp4"), (twice, "wasn't saved with bnb_4bit_use_double_quant=True")):
         model = empty()
         with pytest.raises(CheckpointMismatchError, match=message):
-            af.load_and_quantize_model(model, config, tmp_path)
+            af.bigmodel.load_and_quantize_model(model, config, tmp_path)
         assert model.head.weight.is_meta
     with pytest.raises(CheckpointMismatchError, match="doesn't fit the model"):
-        af.load_and_quantize_model(empty(), BnbQuantizationConfig(load_in_8bit=True), tmp_path)
+        af.bigmodel.load_and_quantize_model(empty(), BnbQuantizationConfig(load_in_8bit=True), tmp_path)
 
 
 @EACH
@@ -140,7 +140,7 @@ def test_one_layer_at_a_time_is_in_memory(
         real(readings, *rest)
 
     monkeypatch.setattr(loading, "read_tensors", watched)
-    af.load_and_quantize_model(empty(), config, folder)
+    af.bigmodel.load_and_quantize_model(empty(), config, folder)
     assert most == [1] * len(QUANTIZED)
 
 
@@ -164,8 +164,8 @@ def test_tied_weights(skip_modules: list[str] | None, tmp_path: Path) -> None:
     config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32", skip_modules=skip_modules)
     with af.init_empty_weights():
         model = Tied()
-    af.load_and_quantize_model(model, config, tmp_path)
-    in_place = af.load_and_quantize_model(copy.deepcopy(plain), config)
+    af.bigmodel.load_and_quantize_model(model, config, tmp_path)
+    in_place = af.bigmodel.load_and_quantize_model(copy.deepcopy(plain), config)
     for now in (model, in_place):
         assert (now.head.weight is now.embed.weight) == (skip_modules is None)
         assert torch.equal(now.embed.weight, plain.embed.weight)
@@ -184,11 +184,11 @@ def kinds(model: nn.Module) -> list[str]:
 @EACH
 def test_simulated_devices_and_the_host(config: BnbQuantizationConfig, folder: Path) -> None:
     places = {"": "cpu:0", "blocks.1": "cpu"}
-    model = af.load_and_quantize_model(empty(), config, folder, device_map=places)
+    model = af.bigmodel.load_and_quantize_model(empty(), config, folder, device_map=places)
     assert cast("Any", model).hf_device_map == places
     # Layers of 4 bits can't travel, and stay as they are where they would have to.
     skipped = {} if config.bits == 8 else {"skip_modules": ("blocks.1", "head")}
-    expected = af.load_and_quantize_model(empty(), dataclasses.replace(config, **skipped), folder)
+    expected = af.bigmodel.load_and_quantize_model(empty(), dataclasses.replace(config, **skipped), folder)
     assert kinds(model) == kinds(expected)
     for _ in range(2):
         assert torch.equal(result(model), result(expected))
@@ -201,13 +201,13 @@ def test_simulated_devices_and_the_host(config: BnbQuantizationConfig, folder: P
 def test_weights_on_the_disk_are_used_in_place(folder: Path) -> None:
     places = {"": "cpu", "blocks.1": "disk"}
     eight = CONFIGS["int8"]
-    model = af.load_and_quantize_model(empty(), eight, folder, device_map=places)
+    model = af.bigmodel.load_and_quantize_model(empty(), eight, folder, device_map=places)
     assert kinds(model) == ["Int8Params", "Int8Params", "Parameter", "Parameter"]
     skipping = dataclasses.replace(eight, skip_modules=["blocks.1", "head"])
-    expected = af.load_and_quantize_model(empty(), skipping, folder)
+    expected = af.bigmodel.load_and_quantize_model(empty(), skipping, folder)
     assert torch.equal(result(model), result(expected))
     with pytest.raises(ValueError, match=r"on the disk that are in memory\. Pass offload_folder"):
-        af.load_and_quantize_model(made(), eight, device_map=places)
+        af.bigmodel.load_and_quantize_model(made(), eight, device_map=places)
 
 
 def test_inferred_maps_count_quantised_sizes(folder: Path) -> None:
@@ -216,17 +216,17 @@ def test_inferred_maps_count_quantised_sizes(folder: Path) -> None:
     plain = af.infer_auto_device_map(empty(), budgets, no_split_module_classes=["Block"])
     assert "cpu" in plain.values()
     eight = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32")
-    model = af.load_and_quantize_model(
+    model = af.bigmodel.load_and_quantize_model(
         empty(), eight, folder, "sequential", no_split_module_classes=["Block"], max_memory=budgets
     )
     assert cast("Any", model).hf_device_map == {"": "cpu:0"}
     four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp32")
     with pytest.raises(ValueError, match=r"4-bit layers can't be offloaded.* on cpu\. Pass"):
-        af.load_and_quantize_model(
+        af.bigmodel.load_and_quantize_model(
             empty(), four, folder, "sequential", max_memory={"cpu:0": 30_000, "cpu": 10_000_000}
         )
     # Without an accelerator the host is where it runs.
-    alone = af.load_and_quantize_model(empty(), four, folder, "auto", max_memory={"cpu": 10_000_000})
+    alone = af.bigmodel.load_and_quantize_model(empty(), four, folder, "auto", max_memory={"cpu": 10_000_000})
     assert cast("Any", alone).hf_device_map == {"": "cpu"}
     assert has_4bit_bnb_layers(alone)
 
@@ -238,21 +238,23 @@ def test_bad_input_is_refused_before_anything_is_changed(folder: Path, tmp_path:
     eight = BnbQuantizationConfig(load_in_8bit=True)
     model = empty()
     with pytest.raises(ValueError, match=r"embed\.weight, .* have no values\. Pass weights_location"):
-        af.load_and_quantize_model(model, eight)
+        af.bigmodel.load_and_quantize_model(model, eight)
     with pytest.raises(TypeError, match=r"must be a BnbQuantizationConfig, got str"):
-        af.load_and_quantize_model(model, cast("Any", "int8"))
+        af.bigmodel.load_and_quantize_model(model, cast("Any", "int8"))
     with pytest.raises(ValueError, match="skip_modules has lm_head, but the model has no such module"):
-        af.load_and_quantize_model(made(), BnbQuantizationConfig(load_in_8bit=True, skip_modules=["lm_head"]))
+        af.bigmodel.load_and_quantize_model(
+            made(), BnbQuantizationConfig(load_in_8bit=True, skip_modules=["lm_head"])
+        )
     with pytest.raises(ValueError, match=r"nowhere"):
-        af.load_and_quantize_model(model, eight, folder, device_map={"nowhere": "cpu"})
+        af.bigmodel.load_and_quantize_model(model, eight, folder, device_map={"nowhere": "cpu"})
     af.save_model(Context(), nn.Linear(2, 2), tmp_path)
     with pytest.raises(CheckpointMismatchError):
-        af.load_and_quantize_model(model, eight, tmp_path)
+        af.bigmodel.load_and_quantize_model(model, eight, tmp_path)
     assert all(one.is_meta for one in model.parameters())
     assert kinds(model) == ["Parameter"] * 4
-    quantized = af.load_and_quantize_model(made(), eight)
+    quantized = af.bigmodel.load_and_quantize_model(made(), eight)
     with pytest.raises(ValueError, match="the model is quantised already"):
-        af.load_and_quantize_model(quantized, eight)
+        af.bigmodel.load_and_quantize_model(quantized, eight)
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +267,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(importlib, "import_module", absent)
     with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[bitsandbytes\]'"):
-        af.load_and_quantize_model(made(), CONFIGS["nf4"])
+        af.bigmodel.load_and_quantize_model(made(), CONFIGS["nf4"])
     monkeypatch.delitem(sys.modules, "bitsandbytes.nn", raising=False)
     assert not has_4bit_bnb_layers(made())
 
@@ -276,7 +278,7 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("name", ["int8", "nf4"])
 def test_adapters_of_a_quantised_model_train_on_ranks(name: str) -> None:
     def run(ctx: Context) -> torch.Tensor:
-        model = af.load_and_quantize_model(made(), CONFIGS[name])
+        model = af.bigmodel.load_and_quantize_model(made(), CONFIGS[name])
         model.requires_grad_(False)
         model.head.requires_grad_(True)
         optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
@@ -301,7 +303,7 @@ def test_ranks_with_different_weights_are_refused(name: str) -> None:
         model = made()
         with torch.no_grad():
             cast("Any", model.blocks[1]).down.weight[3, 5] += 0.5 * ctx.rank
-        af.load_and_quantize_model(model, CONFIGS[name])
+        af.bigmodel.load_and_quantize_model(model, CONFIGS[name])
         with pytest.raises(ReplicaDriftError, match=r"blocks\.1\.down\.weight"):
             af.prepare_model(ctx, model)
 
@@ -309,9 +311,9 @@ def test_ranks_with_different_weights_are_refused(name: str) -> None:
 
 
 def test_a_quantised_model_is_not_moved() -> None:
-    model = af.load_and_quantize_model(made(), CONFIGS["nf4"])
+    model = af.bigmodel.load_and_quantize_model(made(), CONFIGS["nf4"])
     assert af.prepare_model(Context(), model) is model
-    other = af.load_and_quantize_model(made(), CONFIGS["int8"])
+    other = af.bigmodel.load_and_quantize_model(made(), CONFIGS["int8"])
     cast("Any", other).hf_device_map = {"": 0}  # as if it had been loaded on an accelerator
     with pytest.raises(ConfigurationError, match="puts weights on 0, while this rank trains on cpu"):
         af.prepare_model(Context(), other)

@@ -144,7 +144,7 @@ def new_run(rank: int, *, trained: bool = True) -> dict[str, Any]:
     return {
         "model": model,
         "optimizer": optimizer,
-        "loader": af.LoaderState(epoch=epoch, consumed=consumed, length=10, seed=11, order="shuffled"),
+        "loader": af.data.LoaderState(epoch=epoch, consumed=consumed, length=10, seed=11, order="shuffled"),
         "scaler": af.init_scaler(Context().replace(mixed_precision="fp16")),
         "counter": Counter(12 if trained else 0),
         "own": torch.tensor([rank + 1.0 if trained else 0.0]),

@@ -42,7 +42,7 @@ def save(folder: Path, files: dict[str, bytes] | None = None) -> Path:
 def test_files_become_part_of_the_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     source = write_files(tmp_path / "source")
     saved = af.save_state(Context(), tmp_path / "at", {"step": 3}, asynchronous, files=source)
-    if isinstance(saved, af.SaveHandle):
+    if isinstance(saved, af.checkpoint.SaveHandle):
         assert not source.exists()  # the caller may use the name again at once
         saved = saved.result()
     found = find_files(Context(), saved)

@@ -152,7 +152,7 @@ def save_weights(ctx: Context, model: nn.Module, folder: Path, make_model: MakeM
         {f"model/{name}": value for name, value in stored.items()},
         {name: value for name, value in expected.items() if name != "model/head.weight"},
     )
-    for load in (af.load_model, af.load_checkpoint_in_model):
+    for load in (af.load_model, af.bigmodel.load_checkpoint_in_model):
         fresh = af.prepare(ctx, make_model(seed=1))
         load(fresh, folder)
         assert not differing(whole(fresh, torch.optim.SGD([torch.ones(1)]), ctx), expected)

@@ -15,11 +15,11 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 import accelfn as af
-from accelfn.checkpoint.preemption import EXIT_PREEMPTED
+from accelfn.checkpoint.stop_signals import EXIT_PREEMPTED
 from accelfn.context import Context
 from accelfn.errors import MissingRankError
 from accelfn.testing import run_ranks
-from accelfn.training import ScalerState
+from accelfn.training import StepState
 from tests.checkpoint.layouts import OPTIMIZERS, differing, whole
 from tests.parallel.layouts import Layout
 
@@ -56,13 +56,13 @@ class Loop(NamedTuple):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     schedule: LRScheduler
-    scaler: ScalerState
+    scaler: StepState
 
 
 def new_loop(ctx: Context, make: Callable[..., torch.optim.Optimizer], dropout: float) -> Loop:
     model: nn.Module = Net(dropout)
     model, optimizer = af.prepare(ctx, model, make(model.parameters()))
-    schedule = af.prepare_scheduler(ctx, ExponentialLR(optimizer, 0.9))
+    schedule = af.training.prepare_scheduler(ctx, ExponentialLR(optimizer, 0.9))
     return Loop(model, optimizer, schedule, af.init_scaler(ctx))
 
 

@@ -114,7 +114,7 @@ def test_the_checkpoint_of_stages_is_that_of_one_process_to_the_letter(cut: Cut)
             af.save_state(ctx, folder / f"of{ctx.num_processes}", run)
             files = af.save_model(ctx, run["model"], folder / f"weights{ctx.num_processes}", 200)
             assert all(file.is_file() for file in files)
-            af.check_replicas(ctx, [run["model"], run["optimizer"]])
+            af.comm.check_replicas(ctx, [run["model"], run["optimizer"]])
             return tensors(ctx, run)
 
         def load(ctx: Context) -> list[dict[str, torch.Tensor]]:

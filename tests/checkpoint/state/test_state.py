@@ -25,7 +25,7 @@ from accelfn.errors import (
     RemoteRankError,
 )
 from accelfn.testing import run_ranks
-from accelfn.training import ScalerState
+from accelfn.training import StepState
 from accelfn.weights.write import SUMS
 from tests.checkpoint.layouts import step
 from tests.checkpoint.printed import text
@@ -112,7 +112,7 @@ def test_records_and_values_come_back_new_and_generators_in_place(tmp_path: Path
     fresh = torch.Generator()
     like: dict[str, Any] = dict(zip(tree, (af.init_scaler(Context()), 0, [], None, fresh), strict=True))
     loaded = af.load_state(Context(), tmp_path / "at", like)
-    assert isinstance(loaded["scaler"], ScalerState)
+    assert isinstance(loaded["scaler"], StepState)
     assert int(loaded["scaler"].num_skipped) == 3
     assert int(like["scaler"].num_skipped) == 0  # records are never written into
     assert (loaded["epoch"], loaded["losses"], loaded["best"]) == (3, [0.5, 0.25], 0.25)
@@ -131,7 +131,7 @@ def test_what_is_known_of_gradients_is_not_kept(tmp_path: Path) -> None:
 def test_a_scaler_state_that_was_superseded_is_not_saved(tmp_path: Path) -> None:
     optimizer, scaler = torch.optim.SGD([nn.Parameter(torch.ones(1))]), af.init_scaler(Context())
     af.optimizer_step(Context(), optimizer, scaler)  # what it returns is dropped
-    with pytest.raises(ValueError, match="save_state: this ScalerState was superseded"):
+    with pytest.raises(ValueError, match="save_state: this StepState was superseded"):
         af.save_state(Context(), tmp_path / "at", {"scaler": scaler})
 
 

@@ -205,7 +205,7 @@ def test_each_node_writes_where_asked(tmp_path: Path) -> None:
         af.wait_for_everyone(ctx)
         return af.save_model(ctx, nn.Linear(2, 2), folder, max_shard_size=16)
 
-    project = af.ProjectConfiguration(save_on_each_node=True)
+    project = af.config.ProjectConfiguration(save_on_each_node=True)
     guard = af.Guard(check_replicas_before_saving=False)
     results = run_ranks(run, 4, num_nodes=2, project_config=project, guard=guard)
     files = [path.name for path in results[0]]
@@ -237,7 +237,7 @@ def test_models_of_transformers_load_and_save_in_layouts(name: str, kind: str, t
         load: Any
         for load in (
             lambda: af.load_model(model, tmp_path / "plain"),
-            lambda: af.load_checkpoint_in_model(model, tmp_path / "theirs", strict=True),
+            lambda: af.bigmodel.load_checkpoint_in_model(model, tmp_path / "theirs", strict=True),
             lambda: af.load_state(ctx, tmp_path / "state", {"model": model}, random_state=False),
         ):
             for parameter in model.parameters():

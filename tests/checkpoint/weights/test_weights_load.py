@@ -176,7 +176,7 @@ def test_wrappers_inside_a_model_do_not_change_names(tmp_path: Path) -> None:
     (file,) = af.save_model(Context(), model, tmp_path)
     assert sorted(load_file(file)) == sorted(own)
     before = snapshot(model)
-    for load in (af.load_model, af.load_checkpoint_in_model):
+    for load in (af.load_model, af.bigmodel.load_checkpoint_in_model):
         zero(model)
         load(model, file)
         assert not differing(before, snapshot(model))
@@ -340,7 +340,7 @@ def test_find_weights_chooses_by_the_libraries_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # from torch, for saving in a single process
-@pytest.mark.parametrize("load", [af.load_model, af.load_checkpoint_in_model])
+@pytest.mark.parametrize("load", [af.load_model, af.bigmodel.load_checkpoint_in_model])
 def test_other_checkpoints_are_named_with_remedies_that_work(
     load: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

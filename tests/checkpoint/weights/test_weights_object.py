@@ -55,7 +55,7 @@ def test_each_node_writes_where_asked(tmp_path: Path) -> None:
     def run(ctx: Context) -> None:
         save_object(ctx, ctx.rank, tmp_path / f"{ctx.world.node_rank}.pt")
 
-    run_ranks(run, 4, num_nodes=2, project_config=af.ProjectConfiguration(save_on_each_node=True))
+    run_ranks(run, 4, num_nodes=2, project_config=af.config.ProjectConfiguration(save_on_each_node=True))
     assert [torch.load(tmp_path / f"{node}.pt", weights_only=True) for node in range(2)] == [0, 2]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accelfn.context.config.settings import VARIABLES
+from accelfn.config.settings import VARIABLES
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import parse_flags
 from accelfn.launch.config import LaunchConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.context.config import DeepSpeedPlugin, MegatronLMPlugin, read_settings
+from accelfn.config import DeepSpeedPlugin, MegatronLMPlugin, read_settings
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
 from accelfn.launch.machine import read_machine

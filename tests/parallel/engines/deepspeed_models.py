@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, DeepSpeedPlugin
+from accelfn import Context
+from accelfn.config import DeepSpeedPlugin
 from accelfn.testing import run_ranks
 
 T = TypeVar("T")
@@ -98,8 +99,8 @@ def objects(ctx: Context, dummy: bool) -> tuple[nn.Module, Any, Any, Any]:
     if not dummy:
         optimizer = adamw(model.parameters())
         return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, half_of), loader(ctx)
-    stands = af.DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
-    schedule = af.DummyScheduler(
+    stands = af.engines.DummyOptim(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = af.engines.DummyScheduler(
         stands, lr_scheduler_callable=lambda one: torch.optim.lr_scheduler.LambdaLR(one, half_of)
     )
     return model, stands, schedule, loader(ctx)

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, DeepSpeedPlugin
+from accelfn import Context
+from accelfn.config import DeepSpeedPlugin
 from accelfn.errors import ConfigurationError, DistributedError, MissingExtraError, NotAvailableError
 from accelfn.parallel.engines import deepspeed as adapter
 from accelfn.testing import run_ranks
@@ -150,7 +151,7 @@ def test_weights_are_saved_and_loaded_as_of_any_model(tmp_path: Path) -> None:
         ctx = dm.with_deepspeed(ctx, 3)
         model, _ = af.prepare(ctx, *_pair())
         af.save_model(ctx, model, tmp_path / "weights")
-        with torch.no_grad(), af.gathered_parameters(model.parameters(), modifier_rank=0):
+        with torch.no_grad(), af.engines.gathered_parameters(model.parameters(), modifier_rank=0):
             for parameter in model.parameters():
                 parameter.zero_()
         # The float32 parameters of the optimizer are those that count.
@@ -194,7 +195,7 @@ def test_models_are_created_sharded_and_lomo_steps_shards_in_backward() -> None:
     def on_rank(ctx: Context) -> dm.Run:
         lomo: Any = importlib.import_module("lomo_optim")
         ctx = dm.with_deepspeed(ctx, 3)
-        with af.zero3_init(ctx):
+        with af.engines.zero3_init(ctx):
             model = dm.make()
             assert sum(parameter.numel() for parameter in model.parameters()) == 0  # held by DeepSpeed
             optimizer = lomo.Lomo(model, lr=1e-2)
@@ -202,7 +203,7 @@ def test_models_are_created_sharded_and_lomo_steps_shards_in_backward() -> None:
         losses: list[float] = []
         for (x, y), micro in af.microbatches(ctx, batches):
             loss = dm.squares(model, x, y).mean()
-            af.lomo_backward(ctx, loss, 1e-2, optimizer, micro)
+            af.training.lomo_backward(ctx, loss, 1e-2, optimizer, micro)
             losses.append(float(af.reduce(ctx, loss.detach(), "mean")))
         return dm.Run(losses, [], dm.weights_of(ctx, model))
 
@@ -235,8 +236,8 @@ def test_a_configured_scheduler_steps_with_the_engine() -> None:
         }
         ctx = ctx.replace(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=whole))
         model = dm.make()
-        optimizer = af.DummyOptim(model.parameters(), lr=0.4)
-        scheduler: Any = af.DummyScheduler(optimizer, warmup_num_steps=4)
+        optimizer = af.engines.DummyOptim(model.parameters(), lr=0.4)
+        scheduler: Any = af.engines.DummyScheduler(optimizer, warmup_num_steps=4)
         model, optimizer, scheduler, batches = af.prepare(ctx, model, optimizer, scheduler, dm.loader(ctx))
         scaler, rates = af.init_scaler(ctx), list[float]()
         for (x, y), micro in af.microbatches(ctx, batches):
@@ -256,7 +257,10 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         """One of them without the other, or with another's."""
         calls: list[tuple[Callable[[], object], str]] = [
             (lambda: af.prepare_model(ctx, dm.make()), "needs the model and its optimizer together"),
-            (lambda: af.prepare_optimizer(ctx, _pair()[1]), "needs the model and its optimizer together"),
+            (
+                lambda: af.training.prepare_optimizer(ctx, _pair()[1]),
+                "needs the model and its optimizer together",
+            ),
             (lambda: af.prepare(ctx, *_pair(), *_pair()), "one model with one optimizer"),
             (lambda: af.prepare(ctx, dm.make(), _pair()[1]), "no parameter of the models|another model"),
             (lambda: af.plan_model(ctx, dm.make()), "that engine's plan"),

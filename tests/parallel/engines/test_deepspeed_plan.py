@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn import Context, DeepSpeedFacts, DeepSpeedPlugin, GradScalerKwargs, plan_deepspeed
+from accelfn import Context
+from accelfn.config import DeepSpeedPlugin, GradScalerKwargs
+from accelfn.engines import DeepSpeedFacts, plan_deepspeed
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 KNOWN = frozenset({"gradient_clipping", "optimizer", "scheduler"})
@@ -262,7 +264,7 @@ def test_several_plugins_have_names() -> None:
 def test_the_dummies_stand_for_what_prepare_makes() -> None:
     import torch
 
-    optimizer = af.DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.5)
+    optimizer = af.engines.DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.5)
     assert optimizer.defaults["lr"] == 0.5
     with pytest.raises(ConfigurationError, match="Use the optimizer that prepare returns"):
         optimizer.step()

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, DeepSpeedPlugin
+from accelfn import Context
+from accelfn.config import DeepSpeedPlugin
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.parallel.engines.deepspeed import DeepSpeedHandle, DeepSpeedOptimizer
 from accelfn.testing import run_ranks

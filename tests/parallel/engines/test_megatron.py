@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import accelfn as af
-from accelfn import Accelerator, Context, GradScalerKwargs, MegatronLMPlugin
+from accelfn import Accelerator, Context
+from accelfn.config import GradScalerKwargs, MegatronLMPlugin
 from accelfn.errors import CheckpointMismatchError, ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 from tests.parallel.engines.megatron_on_cpu import redirect_cuda
@@ -393,7 +394,7 @@ def test_a_checkpoint_of_another_layout_is_refused(tmp_path: Path) -> None:
     on_ranks(load, 2, **LAYOUTS["pp2"][1])
 
 
-class Weighted(af.GPTTrainStep):
+class Weighted(af.engines.GPTTrainStep):
     """A step whose loss is multiplied by an argument of its own."""
 
     def get_loss_func(self) -> Callable[..., Any]:
@@ -401,7 +402,7 @@ class Weighted(af.GPTTrainStep):
 
         def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> Any:
             mean = (losses * loss_mask).sum() / loss_mask.sum() * factor
-            averaged = af.avg_losses_across_data_parallel_group([mean])
+            averaged = af.engines.avg_losses_across_data_parallel_group([mean])
             return mean, {"lm loss": averaged[0]}
 
         return loss_func
@@ -411,13 +412,13 @@ def by_custom_step(ctx: Context) -> tuple[float, float, int]:
     model, _, _, loader = prepared(ctx)
     model.train()
     batch = next(iter(loader))
-    whole = af.gather_across_data_parallel_groups(batch["input_ids"])
+    whole = af.engines.gather_across_data_parallel_groups(batch["input_ids"])
     found = model(**batch).loss.item()
     model.eval()
     means = [
         model(**{name: value[start : start + 2] for name, value in batch.items()}).loss for start in (0, 2)
     ]
-    expected = 3 * af.avg_losses_across_data_parallel_group(means).mean().item()
+    expected = 3 * af.engines.avg_losses_across_data_parallel_group(means).mean().item()
     return found, expected, len(whole)
 
 
@@ -484,7 +485,7 @@ def test_a_model_of_another_kind_trains() -> None:
 def schedules(ctx: Context) -> tuple[list[float], list[float], set[tuple[float, float]]]:
     model = Template()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-    dummy = af.MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=2)
+    dummy = af.engines.MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_steps=2)
     loader = loader_of(rows(32), batch_size=1)
     model, optimizer, schedule, loader = prepare(ctx, model, optimizer, dummy, loader)
     scaler = af.init_scaler(ctx)
@@ -532,7 +533,7 @@ def datasets_of(numbers: list[int]) -> Any:
 
 def with_megatron_datasets(ctx: Context) -> tuple[list[int], list[list[int]], list[float]]:
     model = Template()
-    dummy = af.MegatronLMDummyDataLoader(micro_batch_size=2)
+    dummy = af.engines.MegatronLMDummyDataLoader(micro_batch_size=2)
     model, optimizer, training, evaluation, test = prepare(
         ctx, model, torch.optim.SGD(model.parameters(), lr=0.1), dummy, dummy, dummy
     )
@@ -586,12 +587,12 @@ def mistakes(ctx: Context) -> None:
     uneven = torch.optim.AdamW(groups, weight_decay=0.0)
     fails(ConfigurationError, "Pass one group; no_wd_decay_cond", lambda: prepare(ctx, model, uneven))
     fails(ConfigurationError, "needs the model and its optimizer together", lambda: prepare(ctx, model))
-    dummy = af.MegatronLMDummyDataLoader()
+    dummy = af.engines.MegatronLMDummyDataLoader()
     fails(ConfigurationError, "megatron_dataset_flag=True", lambda: prepare(ctx, dummy, dummy, dummy))
     batches = loader_of(rows(), batch_sampler=[[0, 1], [2, 3]])
     fails(NotAvailableError, "makes them by list", lambda: prepare(ctx, batches))
     first = torch.optim.AdamW(model.parameters())
-    endless = af.MegatronLMDummyScheduler(first)
+    endless = af.engines.MegatronLMDummyScheduler(first)
     fails(ConfigurationError, "Pass total_num_steps", lambda: prepare(ctx, model, first, endless))
     plugin = cast("MegatronLMPlugin", ctx.strategy.megatron)
     for options, expected in (

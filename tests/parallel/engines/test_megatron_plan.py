@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn import Context, MegatronLMPlugin, MegatronPlan, plan_megatron
+from accelfn import Context
+from accelfn.config import MegatronLMPlugin
 from accelfn.context import plan_context
+from accelfn.engines import MegatronPlan, plan_megatron
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 

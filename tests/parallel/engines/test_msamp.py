@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn import Context, FullyShardedDataParallelPlugin, MSAMPRecipeKwargs
+from accelfn import Context, FullyShardedDataParallelPlugin
+from accelfn.config import MSAMPRecipeKwargs
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.parallel.engines.stand_ins import MSAMP, Adam8

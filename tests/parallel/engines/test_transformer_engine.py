@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn import Context, FullyShardedDataParallelPlugin, TERecipeKwargs
+from accelfn import Context, FullyShardedDataParallelPlugin
+from accelfn.config import TERecipeKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel import plan_model
 from accelfn.parallel.engines.transformer_engine import build_recipe

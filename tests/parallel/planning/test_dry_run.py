@@ -184,7 +184,7 @@ def test_stages_keep_the_microbatches_that_are_underway(schedule: str) -> None:
     stages = af.config.PipelineParallelConfig(schedule=schedule, num_microbatches=4)
     config = af.ParallelismConfig(pp_size=2, pp_handler=stages)
 
-    def work(ctx: Context) -> tuple[af.Budget, int]:
+    def work(ctx: Context) -> tuple[af.parallel.Budget, int]:
         model, batch = GPT(num_blocks=12), make_ids()
         plan = af.plan_model(ctx, model)
         budget = af.plan_memory(ctx, model, plan=plan, batch=batch, loss_fn=loss_of)

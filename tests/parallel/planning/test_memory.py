@@ -15,9 +15,9 @@ from hypothesis import given
 from torch import nn
 
 import accelfn as af
-from accelfn import Budget, Context, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import read_facts
+from accelfn.parallel import Budget, read_facts
 from accelfn.testing import run_ranks
 from tests.parallel.expert_models import SparseGPT
 from tests.parallel.tensor_models import GPT, LENGTH, PLAN
@@ -212,7 +212,7 @@ def test_copies_hold_all_and_the_buckets_of_their_averages() -> None:
     budget = af.plan_memory(af.plan_context(4), facts, optimizer="sgd")
     assert (budget.parameters, budget.gradients, budget.buckets) == (budget.whole, trained, trained)
     assert budget.moved == {"dp_replicate": trained * 2 * 3 // 4}
-    views = af.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    views = af.config.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
     ctx = af.plan_context(4, kwargs_handlers=[views])
     assert af.plan_memory(ctx, facts).buckets == 0
     assert af.plan_memory(af.plan_context(1), facts).moved == {}

@@ -41,7 +41,7 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
 
 
 def search(num_ranks: int = 8, memory: int = 10**9, num_rows: int = 32, **options: Any) -> MeshSearch:
-    return af.search_meshes(
+    return af.parallel.search_meshes(
         num_ranks,
         Planned(),
         memory=memory,
@@ -52,7 +52,7 @@ def search(num_ranks: int = 8, memory: int = 10**9, num_rows: int = 32, **option
     )
 
 
-def by_itself(found: Layout, **options: Any) -> tuple[af.Budget, af.Traffic]:
+def by_itself(found: Layout, **options: Any) -> tuple[af.parallel.Budget, af.parallel.Traffic]:
     """Return what the plans of one mesh say."""
     sizes = {f"{axis}_size": found.mesh.size(axis) for axis in ALL}
     rows, window = (
@@ -71,7 +71,7 @@ def by_itself(found: Layout, **options: Any) -> tuple[af.Budget, af.Traffic]:
     batch = make_batch(ctx, rows)
     return (
         af.plan_memory(ctx, Planned(), batch=batch, loss_fn=loss_of),
-        af.plan_traffic(ctx, Planned(), batch=batch, loss_fn=loss_of),
+        af.parallel.plan_traffic(ctx, Planned(), batch=batch, loss_fn=loss_of),
     )
 
 

@@ -123,6 +123,6 @@ def test_traffic_prints_as_a_table() -> None:
 
 
 def test_an_engine_that_plans_itself_is_refused() -> None:
-    megatron = af.plan_context(2, megatron_lm_plugin=af.MegatronLMPlugin(tp_degree=2))
+    megatron = af.plan_context(2, megatron_lm_plugin=af.config.MegatronLMPlugin(tp_degree=2))
     with pytest.raises(NotAvailableError, match="here Megatron-LM trains"):
         plan_traffic(megatron, nn.Linear(2, 2))

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Budget, Context, DeepSpeedPlugin
+from accelfn import Context
+from accelfn.config import DeepSpeedPlugin
 from accelfn.errors import NotAvailableError
+from accelfn.parallel import Budget
 from tests.parallel.engines import deepspeed_models as dm
 from tests.parallel.traffic import Traffic
 
@@ -55,7 +57,7 @@ def test_each_stage_shards_more() -> None:
 
 def test_stage_three_gathers_twice_if_parameters_are_freed_between() -> None:
     found = [
-        af.plan_traffic(context(3, "bf16", 4, stage3_max_live_parameters=live), Model())
+        af.parallel.plan_traffic(context(3, "bf16", 4, stage3_max_live_parameters=live), Model())
         for live in (1000, 10**9)
     ]
     gathers = [[one for one in each.exchanges if one.kind == "all_gather"] for each in found]
@@ -99,7 +101,7 @@ def received(ctx: Context, stage: int, dtype: str) -> dict[str, int]:
 @pytest.mark.usefixtures("deepspeed_ops")
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "no"), (1, "bf16"), (2, "bf16"), (3, "no")])
 def test_ranks_receive_what_was_planned(stage: int, dtype: str) -> None:
-    traffic = af.plan_traffic(context(stage, dtype), Model())
+    traffic = af.parallel.plan_traffic(context(stage, dtype), Model())
     planned = {one.kind: one.received for one in traffic.exchanges}
     for found in dm.on_processes(lambda ctx: received(ctx, stage, dtype)):
         for name, kind in (("allgather", "all_gather"), ("reduce_scatter", "reduce_scatter")):

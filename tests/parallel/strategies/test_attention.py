@@ -81,7 +81,7 @@ def outputs(ctx: af.Context | None, kv_heads: int, mask: torch.Tensor | None, **
     piece = af.shard_sequence(ctx, x, 1).requires_grad_()
     y = model(piece, mask)
     y.square().sum().backward()
-    return list(af.gather_sequence(ctx, [y.detach(), piece.grad], 1))
+    return list(af.data.gather_sequence(ctx, [y.detach(), piece.grad], 1))
 
 
 def refused(ctx: af.Context, model: nn.Module, *args: Any, **kwargs: Any) -> str:
@@ -183,7 +183,7 @@ def test_documents_that_are_packed_in_a_row_attend_to_themselves(axis: str) -> N
         model(shards[0], position_ids=af.shard_sequence(ctx, torch.arange(16)[None], 1))
         logits.square().sum().backward()
         gradients = [af.reduce(ctx, one.grad) for one in model.parameters() if one.grad is not None]
-        return [af.gather_sequence(ctx, logits.detach(), 1), *gradients]
+        return [af.data.gather_sequence(ctx, logits.detach(), 1), *gradients]
 
     def planned(model: Any, batch: Any) -> torch.Tensor:
         return model(batch, position_ids=torch.zeros_like(batch)).logits.sum()

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
-from accelfn import Context, TorchDynamoPlugin
+from accelfn import Context
+from accelfn.config import TorchDynamoPlugin
 from accelfn.parallel.strategies.compilation import CompiledForward, is_compiled
 from accelfn.testing import run_ranks
 from accelfn.training import MixedPrecisionForward

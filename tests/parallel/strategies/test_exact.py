@@ -16,7 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn import CanonicalReduction, Context
+from accelfn import Context
+from accelfn.config import CanonicalReduction
 from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 

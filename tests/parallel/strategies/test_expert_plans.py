@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.context.config import ExpertParallelConfig
+from accelfn.config import ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
 from accelfn.parallel.plan import plan_at

@@ -125,7 +125,7 @@ def test_a_model_of_transformers_has_the_gradients_of_one_process(tmp_path: Path
             assert traffic.syncs == 1  # in transformers; that each layer lists its rows by rank isn't seen
             torch.testing.assert_close(loss, losses[ctx.rank])
             loss.backward()
-        af.check_replicas(ctx, model)
+        af.comm.check_replicas(ctx, model)
         af.save_model(ctx, model, tmp_path)
         with af.init_empty_weights():
             empty = make_mixtral()

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import AORecipeKwargs, Context, FullyShardedDataParallelPlugin
+from accelfn import Context, FullyShardedDataParallelPlugin
+from accelfn.config import AORecipeKwargs, TERecipeKwargs, choose_fp8
 from accelfn.context import DeviceFacts
-from accelfn.context.config import TERecipeKwargs, choose_fp8
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import plan_model, read_facts
 from accelfn.parallel.strategies.fp8 import plan_fp8

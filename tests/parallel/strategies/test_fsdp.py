@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 import accelfn as af
-from accelfn import Context, FullyShardedDataParallelPlugin, GradScalerKwargs
+from accelfn import Context, FullyShardedDataParallelPlugin
+from accelfn.config import GradScalerKwargs
 from accelfn.errors import ConfigurationError, DistributedError, MismatchError
 from accelfn.parallel import plan_model, register_forward_method
 from accelfn.parallel.facts import read_facts
@@ -318,7 +319,7 @@ def test_a_step_on_gradients_that_were_never_reduced_is_refused() -> None:
         handle.discard()
         with af.no_sync(ctx, model):
             loss = model(lm.ids_of(ctx)).square().mean()
-        with af.trigger_sync_in_backward(ctx, model):
+        with af.training.trigger_sync_in_backward(ctx, model):
             scaler = af.backward(ctx, loss, scaler)
         norm = af.clip_grad_norm_(ctx, model.parameters(), 1e9, scaler_state=scaler)
         af.optimizer_step(ctx, optimizer, scaler)
@@ -411,7 +412,7 @@ def test_an_optimizer_over_no_prepared_model_is_refused() -> None:
     def on_rank(ctx: Context) -> None:
         prepared(ctx)
         stranger = nn.Linear(2, 2)
-        optimizer = af.prepare_optimizer(ctx, lm.sgd(stranger.parameters()))
+        optimizer = af.training.prepare_optimizer(ctx, lm.sgd(stranger.parameters()))
         with pytest.raises(ConfigurationError, match="no parameter of the SGD is in a prepared model"):
             af.optimizer_step(ctx, optimizer, af.init_scaler(ctx))
 

@@ -69,7 +69,7 @@ def test_looped_bfs_computes_what_one_process_does() -> None:
     def work(ctx: af.Context) -> list[tuple[float, dict[str, torch.Tensor]]]:
         model = af.prepare(ctx, GPT(num_blocks=4))
         ids = make_batch(8, 8)[0]
-        torch.testing.assert_close(af.forward(ctx, model, ids), GPT(num_blocks=4)(ids).detach())
+        torch.testing.assert_close(af.training.forward(ctx, model, ids), GPT(num_blocks=4)(ids).detach())
         found: list[tuple[float, dict[str, torch.Tensor]]] = []
         for rows in (8, 3, 8):  # also one of another shape
             model.zero_grad()
@@ -113,7 +113,7 @@ def test_an_overflow_in_one_stage_makes_every_rank_skip_its_step() -> None:
         timeout_s=60,
         parallelism_config=stages(),
         mixed_precision="fp16",
-        kwargs_handlers=[af.GradScalerKwargs(init_scale=64.0)],
+        kwargs_handlers=[af.config.GradScalerKwargs(init_scale=64.0)],
     )
     assert ranks == [[(True, 32.0, False), (False, 32.0, True)]] * 2
 
@@ -156,7 +156,7 @@ def test_what_a_pipeline_cannot_run_is_refused_by_name_on_every_rank() -> None:
             attempt(lambda one=one: run(ctx, model, make_batch(0), one))
         attempt(lambda: run(ctx, model, make_batch(0, 4 if ctx.rank else 2)))
         attempt(lambda: run(ctx, model, ("words", make_batch(0)[1])))
-        attempt(lambda: af.forward(ctx, model, torch.zeros(0, 8, dtype=torch.int64)))
+        attempt(lambda: af.training.forward(ctx, model, torch.zeros(0, 8, dtype=torch.int64)))
         return said, run(ctx, model, make_batch(0)).item()  # nothing has been hurt
 
     ranks = run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=stages())
@@ -277,7 +277,7 @@ def test_what_is_beside_a_step_is_as_without_stages() -> None:
             af.set_seed(0)
             drawn.append(run(ctx, model, {"ids": ids, "labels": labels}, take_out).item())
         model.eval()
-        output = af.forward(ctx, model, ids=ids[:6])
+        output = af.training.forward(ctx, model, ids=ids[:6])
         train_step = af.make_train_step(ctx, mean_of_rows, optimizer, model=model)
         _, metrics = train_step(af.init_train_state(ctx, optimizer), batch)
         means = metrics.loss.item(), metrics.aux["sum"].item(), metrics.aux["rows"].item()
@@ -426,7 +426,7 @@ def test_a_tensor_without_a_gradient_is_not_sent_in_training() -> None:
         model = af.prepare(ctx, model)
         with pytest.raises(ConfigurationError) as caught:
             run(ctx, model, torch.ones(4, 4), fn)
-        torch.testing.assert_close(af.forward(ctx, model, torch.ones(4, 4)), whole)
+        torch.testing.assert_close(af.training.forward(ctx, model, torch.ones(4, 4)), whole)
         return str(caught.value)
 
     for said in run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=stages()):
@@ -438,7 +438,7 @@ def test_a_model_in_stages_is_freed_without_the_garbage_collector() -> None:
     def work(ctx: af.Context) -> list[bool]:
         model: Any = af.prepare(ctx, GPT(num_blocks=4))
         run(ctx, model, make_batch(0))
-        af.forward(ctx, model, make_batch(0)[0])
+        af.training.forward(ctx, model, make_batch(0)[0])
         held = [weakref.ref(one) for one in (model, *model.parameters())]
         gc.disable()
         try:

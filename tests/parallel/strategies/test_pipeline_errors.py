@@ -150,7 +150,7 @@ def test_a_stage_that_sends_another_shape_is_refused_by_name() -> None:
         model = nn.Sequential(Growing(), nn.Linear(2, 2), nn.Linear(2, 2))
         model = af.prepare(ctx, model)
         with pytest.raises((af.errors.ConfigurationError, RemoteRankError)) as caught:
-            af.forward(ctx, model, torch.tensor([[-1.0, 1.0], [1.0, 1.0]]))
+            af.training.forward(ctx, model, torch.tensor([[-1.0, 1.0], [1.0, 1.0]]))
         return str(caught.value)
 
     handler = af.config.PipelineParallelConfig(2, "gpipe", split=("1",))

@@ -114,7 +114,7 @@ def test_stages_train_as_one_process_does(schedule: str) -> None:
                 for key, one in model.named_parameters(remove_duplicate=False)
                 if one.grad is not None
             }
-            found[name] = loss, gradients, af.forward(ctx, model, **batch_of(name)).logits
+            found[name] = loss, gradients, af.training.forward(ctx, model, **batch_of(name)).logits
         return found
 
     ranks = run_ranks(work, 2, "processes", timeout_s=90, parallelism_config=stages(schedule))
@@ -145,7 +145,7 @@ def test_a_weight_of_a_later_stage_that_all_blocks_use_is_refused_by_name() -> N
         listed.config.output_hidden_states = True
         for one in (model, listed):
             with pytest.raises((ConfigurationError, RemoteRankError)) as caught:
-                af.forward(ctx, af.prepare(ctx, one), input_ids=torch.arange(8).view(2, 4))
+                af.training.forward(ctx, af.prepare(ctx, one), input_ids=torch.arange(8).view(2, 4))
             said.append(str(caught.value))
         return said
 

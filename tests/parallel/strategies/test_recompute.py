@@ -146,7 +146,7 @@ def test_offloading_needs_recomputation_and_no_compiler() -> None:
                 activation_checkpointing=checkpointing,
                 activation_checkpointing_offload=True,
             )
-    compiled = af.TorchDynamoPlugin(backend="eager")
+    compiled = af.config.TorchDynamoPlugin(backend="eager")
     with af.init_context(fsdp_plugin=OFFLOADED, dynamo_plugin=compiled) as ctx:
         with pytest.raises(ConfigurationError, match=r"compiles into one. Leave one out"):
             af.prepare_model(ctx, tm.GPT())

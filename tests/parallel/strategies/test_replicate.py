@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, DistributedDataParallelKwargs
+from accelfn import Context
+from accelfn.config import DistributedDataParallelKwargs
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
 from accelfn.parallel.strategies.replicate import replicate
 from accelfn.testing import Where, run_ranks

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context.config import PipelineParallelConfig
+from accelfn.config import PipelineParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import SchedulePlan, plan_schedule
 

@@ -134,7 +134,7 @@ def test_stages_send_what_later_blocks_need_and_refuse_what_they_cannot_by_name(
     def refusal(ctx: Context, how: str, **options: Any) -> str:
         model = af.prepare(ctx, Changed(how))
         with pytest.raises((ConfigurationError, RemoteRankError)) as caught:
-            af.forward(ctx, model, IDS, **options)
+            af.training.forward(ctx, model, IDS, **options)
         return str(caught.value)
 
     def trained(ctx: Context, how: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import accelfn as af
 from accelfn import Context
-from accelfn.context.config import TorchTensorParallelConfig
+from accelfn.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, VOCABULARY, Adapted, make_batch, summed_loss

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.context.config import TorchTensorParallelConfig
+from accelfn.config import TorchTensorParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.strategies.tensor import STYLE_OF_WORD, TensorPlan, plan_tensor

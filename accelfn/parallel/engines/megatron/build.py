@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.config import MegatronLMPlugin
 from accelfn.context import Context
-from accelfn.context.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.parallel.engines.megatron.plan import MegatronPlan
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelfn.config import MegatronLMPlugin
 from accelfn.context import Context
-from accelfn.context.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.engines.megatron.generate import check_options, choose, sequence_length
 from accelfn.parallel.engines.megatron.plan import MegatronPlan

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from accelfn.context.config import MegatronLMPlugin
+from accelfn.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import table_text
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from accelfn.context.config import MegatronLMPlugin
+from accelfn.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.engines.engine import EngineScheduler
 

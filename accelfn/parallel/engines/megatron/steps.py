@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from accelfn.context.config import MegatronLMPlugin
+from accelfn.config import MegatronLMPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.tree import map_tensors
 
@@ -232,7 +232,8 @@ def step_of(plugin: MegatronLMPlugin, config: Any) -> AbstractTrainStep:
         kind = BertTrainStep if "bert" in model_type else T5TrainStep if "t5" in model_type else GPTTrainStep
     if not issubclass(kind, AbstractTrainStep):
         raise ConfigurationError(
-            f"MegatronLMPlugin.custom_train_step_class must be a subclass of accelfn.AbstractTrainStep, got "
+            f"MegatronLMPlugin.custom_train_step_class must be a subclass of "
+            f"accelfn.engines.AbstractTrainStep, got "
             f"{kind.__name__}."
         )
     return kind(StepArguments(plugin, config), **(plugin.custom_train_step_kwargs or {}))

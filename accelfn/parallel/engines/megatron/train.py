@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.config import MegatronLMPlugin
 from accelfn.context import Context
-from accelfn.context.config import MegatronLMPlugin
 from accelfn.errors import CheckpointMismatchError, ConfigurationError, Misfit, NotAvailableError
 from accelfn.parallel.engines.engine import EngineHandle, EngineOptimizer, EngineState, EngineStep
 from accelfn.parallel.engines.megatron.build import (

@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import accelfn as af
-from accelfn import Context, PreparedDataLoader
+from accelfn import Context
+from accelfn.data import PreparedDataLoader
 from accelfn.errors import ConfigurationError
 from accelfn.testing import Where, run_ranks
 from tests.training.models import grad_of, one_weight, weight_of

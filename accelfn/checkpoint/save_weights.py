@@ -28,8 +28,8 @@ from accelfn.checkpoint.model_files import (
 )
 from accelfn.checkpoint.plan import check_copies
 from accelfn.comm import check_replicas, gather_object
+from accelfn.config import GuardMode
 from accelfn.context import Context, takes_context
-from accelfn.context.config import GuardMode
 from accelfn.parallel.engines import with_plain_weights
 from accelfn.parallel.pointers import whole_of
 from accelfn.parallel.values import check_filled

@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from accelfn.context.config.checks import POSITIVE, in_range, settle, settle_fields, where
+from accelfn.config.checks import POSITIVE, in_range, settle, settle_fields, where
 from accelfn.errors import ConfigurationError
 
 _CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -64,8 +64,8 @@ class MegatronLMPlugin:
         scale_lr_cond: ``cond(name, parameter)`` returns whether its learning rate is multiplied by
             ``lr_mult``. Default None.
         lr_mult: The factor for ``scale_lr_cond``. Default 1.0.
-        megatron_dataset_flag: Whether :class:`accelfn.MegatronLMDummyDataLoader` is prepared, for Megatron's
-            own datasets. Default False.
+        megatron_dataset_flag: Whether :class:`accelfn.engines.MegatronLMDummyDataLoader` is prepared, for
+            Megatron's own datasets. Default False.
         seq_length: Length of the sequences, which the model must take. Default None.
         encoder_seq_length: Length of an encoder's sequences. Default None.
         decoder_seq_length: Length of a decoder's sequences. Default None.
@@ -74,8 +74,8 @@ class MegatronLMPlugin:
         eval_iters: Batches of an evaluation, for the size of Megatron's own datasets. Default 100.
         eval_interval: Steps between evaluations, likewise. Default 1000.
         return_logits: Whether a call with labels returns the logits too. Default False.
-        custom_train_step_class: A subclass of :class:`accelfn.AbstractTrainStep`, for ``model(**batch)``.
-            Default None.
+        custom_train_step_class: A subclass of :class:`accelfn.engines.AbstractTrainStep`, for
+            ``model(**batch)``. Default None.
         custom_train_step_kwargs: Its keyword arguments. Default None.
         custom_model_provider_function: ``provider(pre_process=..., post_process=...)`` returns a stage as a
             module of Megatron, which trains in place of the passed model. With

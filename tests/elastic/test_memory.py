@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accelfn as af
 from accelfn.context import Context
 from accelfn.elastic.assemble import restore_snapshot
-from accelfn.elastic.snapshot import Key, Memory, Regroup, neighbour_shift
+from accelfn.elastic.memory import Key, Memory, Regroup, neighbour_shift
 from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import OPTIMIZERS, Layout, differing, laid_out, mesh_of, step, whole
@@ -39,7 +39,7 @@ def make_state(ctx: Context) -> dict[str, Any]:
 
 @contextmanager
 def remembering(ctx: Context, memory: Memory | None = None, generation: int = 0) -> Generator[Memory]:
-    """Let a rank remember, for a generation."""
+    """Let a rank take snapshots, for a generation."""
     memory = memory or Memory()
     memory.enter(ctx, generation)
     try:
@@ -57,7 +57,7 @@ def train(ctx: Context, memory: Memory, state: dict[str, Any], steps: int, every
             af.optimizer_step(ctx, state["optimizer"], af.init_scaler(ctx))
             state["steps"] += 1
             state["own"] += 1
-            memory.remember(ctx, state, every)
+            memory.snapshot(ctx, state, every)
             if state["steps"] == steps:
                 return
 
@@ -104,10 +104,10 @@ def test_a_state_that_changes_its_form_is_an_error_at_once(change: dict[str, Any
         with remembering(ctx) as memory:
             memory.take(ctx, state)
             state.update(own=torch.ones(3), best=2.0, means=[0.5, 0.25])  # values may grow
-            memory.remember(ctx, state, 1)
+            memory.snapshot(ctx, state, 1)
             state.update(change)
             with pytest.raises(CheckpointMismatchError, match=f"another form than at step 1[^|]*{path}"):
-                memory.remember(ctx, state, 1)
+                memory.snapshot(ctx, state, 1)
 
     run_ranks(run, 2)
 
@@ -118,10 +118,10 @@ def test_a_rank_that_skips_a_call_is_named_by_the_next_operation() -> None:
         with remembering(ctx):
             for step in range(4):
                 if (ctx.rank, step) != (1, 2):
-                    af.remember(ctx, state, every=5)
+                    af.snapshot(ctx, state, every=5)
                 if step < 2:
                     af.wait_for_everyone(ctx)
-            with pytest.raises(MismatchError, match="remember: the ranks disagree"):
+            with pytest.raises(MismatchError, match="snapshot: the ranks disagree"):
                 af.wait_for_everyone(ctx)
 
     run_ranks(run, 2)
@@ -130,7 +130,7 @@ def test_a_rank_that_skips_a_call_is_named_by_the_next_operation() -> None:
 @pytest.mark.parametrize(("every", "error"), [(0, ValueError), (2.5, TypeError), ("3", TypeError)])
 def test_a_wrong_interval_is_refused_in_any_world(every: Any, error: type[Exception]) -> None:
     with af.init_context(cpu=True) as ctx, pytest.raises(error, match="every must be"):
-        af.remember(ctx, {}, every=every)
+        af.snapshot(ctx, {}, every=every)
 
 
 @settings(max_examples=12)
@@ -271,16 +271,16 @@ def test_ranks_leave_together_at_a_whole_snapshot_if_processes_wait(world: int) 
             memory.take(ctx, state)
             while state["step"] < 100:
                 state["step"] += 1
-                memory.remember(ctx, state, 4)
+                memory.snapshot(ctx, state, 4)
         return state["step"], {share.key for share in memory.shares() if share.key.step == state["step"]}
 
     assert run_ranks(run, world) == [(4, {Key(4, 3)})] * world
 
 
 def test_remember_needs_no_elastic_run() -> None:
-    assert run_ranks(lambda ctx: af.remember(ctx, {"step": 1}), 2) == [None, None]
+    assert run_ranks(lambda ctx: af.snapshot(ctx, {"step": 1}), 2) == [None, None]
     with pytest.raises(ValueError, match="every must be at least 1"):
-        af.remember(Context(), {}, every=0)
+        af.snapshot(Context(), {}, every=0)
 
 
 def test_what_can_not_be_stored_is_named() -> None:

@@ -1,10 +1,10 @@
 """Configuration: frozen records that cannot be invalid, and the environment that gives their defaults."""
 
 # ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
-from accelfn.context.config.checks import FrozenOptions as FrozenOptions
-from accelfn.context.config.config import Config as Config, Precision as Precision, Strategy as Strategy
-from accelfn.context.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
-from accelfn.context.config.enums import (
+from accelfn.config.checks import FrozenOptions as FrozenOptions
+from accelfn.config.config import Config as Config, Precision as Precision, Strategy as Strategy
+from accelfn.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+from accelfn.config.enums import (
     AutoWrapPolicy as AutoWrapPolicy,
     BackwardPrefetch as BackwardPrefetch,
     ContextParallelStrategy as ContextParallelStrategy,
@@ -28,14 +28,14 @@ from accelfn.context.config.enums import (
     StateDictType as StateDictType,
     StringEnum as StringEnum,
 )
-from accelfn.context.config.fp8 import (
+from accelfn.config.fp8 import (
     FP8_PACKAGES as FP8_PACKAGES,
     Fp8Choice as Fp8Choice,
     choose_fp8 as choose_fp8,
     list_fp8_packages as list_fp8_packages,
 )
-from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accelfn.context.config.handlers import (
+from accelfn.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
+from accelfn.config.handlers import (
     AORecipeKwargs as AORecipeKwargs,
     AutocastKwargs as AutocastKwargs,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
@@ -48,22 +48,22 @@ from accelfn.context.config.handlers import (
     TERecipeKwargs as TERecipeKwargs,
     TorchDynamoPlugin as TorchDynamoPlugin,
 )
-from accelfn.context.config.megatron import MegatronLMPlugin as MegatronLMPlugin
-from accelfn.context.config.parallelism import (
+from accelfn.config.megatron import MegatronLMPlugin as MegatronLMPlugin
+from accelfn.config.parallelism import (
     ExpertParallelConfig as ExpertParallelConfig,
     ParallelismConfig as ParallelismConfig,
     PipelineParallelConfig as PipelineParallelConfig,
     TorchContextParallelConfig as TorchContextParallelConfig,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
 )
-from accelfn.context.config.records import (
+from accelfn.config.records import (
     CanonicalReduction as CanonicalReduction,
     DataLoaderConfiguration as DataLoaderConfiguration,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     Guard as Guard,
     ProjectConfiguration as ProjectConfiguration,
 )
-from accelfn.context.config.settings import (
+from accelfn.config.settings import (
     Settings as Settings,
     VARIABLES as VARIABLES,
     Variable as Variable,

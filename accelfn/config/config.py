@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from accelfn.context.config.checks import FrozenOptions, did_you_mean
-from accelfn.context.config.deepspeed import DeepSpeedPlugin
-from accelfn.context.config.enums import GuardMode, PrecisionType
-from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin
-from accelfn.context.config.handlers import (
+from accelfn.config.checks import FrozenOptions, did_you_mean
+from accelfn.config.deepspeed import DeepSpeedPlugin
+from accelfn.config.enums import GuardMode, PrecisionType
+from accelfn.config.fsdp import FullyShardedDataParallelPlugin
+from accelfn.config.handlers import (
     AORecipeKwargs,
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -24,9 +24,9 @@ from accelfn.context.config.handlers import (
     TERecipeKwargs,
     TorchDynamoPlugin,
 )
-from accelfn.context.config.megatron import MegatronLMPlugin
-from accelfn.context.config.parallelism import ParallelismConfig
-from accelfn.context.config.records import (
+from accelfn.config.megatron import MegatronLMPlugin
+from accelfn.config.parallelism import ParallelismConfig
+from accelfn.config.records import (
     CanonicalReduction,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,

@@ -8,7 +8,7 @@ from datetime import timedelta
 from os import PathLike
 from typing import Any, cast
 
-from accelfn.context.config.checks import (
+from accelfn.config.checks import (
     POSITIVE,
     Record,
     did_you_mean,
@@ -17,8 +17,8 @@ from accelfn.context.config.checks import (
     unchecked,
     wrong_type,
 )
-from accelfn.context.config.enums import GradientCheck, GuardMode, LoggerType
-from accelfn.context.config.handlers import KwargsHandler
+from accelfn.config.enums import GradientCheck, GuardMode, LoggerType
+from accelfn.config.handlers import KwargsHandler
 from accelfn.errors import ConfigurationError
 
 

@@ -8,8 +8,8 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
-from accelfn.context.config.enums import FP8Backend
-from accelfn.context.config.handlers import (
+from accelfn.config.enums import FP8Backend
+from accelfn.config.handlers import (
     AORecipeKwargs,
     FP8RecipeKwargs,
     KwargsHandler,

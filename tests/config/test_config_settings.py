@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 import accelfn as af
-from accelfn.context.config import VARIABLES, Settings, TorchContextParallelConfig, Variable, read_settings
+from accelfn.config import VARIABLES, Settings, TorchContextParallelConfig, Variable, read_settings
 from accelfn.errors import ConfigurationError
 
 # Variables that are read only if these are set as well.
 MESH = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 CONTEXT: dict[type, dict[str, str]] = {
-    af.DeepSpeedPlugin: {"ACCELERATE_USE_DEEPSPEED": "true"},
+    af.config.DeepSpeedPlugin: {"ACCELERATE_USE_DEEPSPEED": "true"},
     af.FullyShardedDataParallelPlugin: {"ACCELERATE_USE_FSDP": "true"},
-    af.MegatronLMPlugin: {"ACCELERATE_USE_MEGATRON_LM": "true"},
+    af.config.MegatronLMPlugin: {"ACCELERATE_USE_MEGATRON_LM": "true"},
     af.ParallelismConfig: MESH,
     TorchContextParallelConfig: {**MESH, "PARALLELISM_CONFIG_CP_SIZE": "2"},
 }
@@ -70,7 +70,7 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, {"gradient_accumulation_steps": None}),
     ({"ACCELFN_DEBUG": "no", "ACCELFN_DEBUG_MODE": "true"}, {"debug": False}),
     ({"ACCELERATE_INIT_INCLUDE_BUFFERS": "no"}, {"init_include_buffers": False}),
-    (written("USE_DEEPSPEED=true GRADIENT_CLIPPING=auto"), {"deepspeed_plugin": af.DeepSpeedPlugin()}),
+    (written("USE_DEEPSPEED=true GRADIENT_CLIPPING=auto"), {"deepspeed_plugin": af.config.DeepSpeedPlugin()}),
     ({"ACCELERATE_DEEPSPEED_ZERO_STAGE": "nonsense"}, {"deepspeed_plugin": None}),
     (
         written(
@@ -81,7 +81,7 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
         ),
         {
             "gradient_accumulation_steps": 2,  # of the context, which the plugin's "auto" takes
-            "deepspeed_plugin": af.DeepSpeedPlugin(
+            "deepspeed_plugin": af.config.DeepSpeedPlugin(
                 zero_stage=3,
                 offload_optimizer_device="nvme",
                 offload_optimizer_nvme_path="/nvme",
@@ -95,16 +95,20 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ),
     (
         written("DYNAMO_BACKEND=INDUCTOR DYNAMO_USE_DYNAMIC=False"),
-        {"dynamo_plugin": af.TorchDynamoPlugin(backend="inductor", dynamic=None)},
+        {"dynamo_plugin": af.config.TorchDynamoPlugin(backend="inductor", dynamic=None)},
     ),
     (
         written("DYNAMO_BACKEND=INDUCTOR DYNAMO_USE_DYNAMIC=False", "ACCELFN_"),
-        {"dynamo_plugin": af.TorchDynamoPlugin(backend="inductor", dynamic=False)},
+        {"dynamo_plugin": af.config.TorchDynamoPlugin(backend="inductor", dynamic=False)},
     ),
     (
         written("USE_MEGATRON_LM=true")
         | written("TP_DEGREE=2 GRADIENT_CLIPPING=0.5 ATTENTION_BACKEND=unfused", "MEGATRON_LM_"),
-        {"megatron_lm_plugin": af.MegatronLMPlugin(2, gradient_clipping=0.5, attention_backend="unfused")},
+        {
+            "megatron_lm_plugin": af.config.MegatronLMPlugin(
+                2, gradient_clipping=0.5, attention_backend="unfused"
+            )
+        },
     ),
     ({"MEGATRON_LM_TP_DEGREE": "nonsense"}, {"megatron_lm_plugin": None}),
     ({"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "nonsense"}, {"fsdp_plugin": None}),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from accelfn.context import Precision, config
+from accelfn import config
+from accelfn.context import Precision
 from accelfn.errors import ConfigurationError
 
 # All records that can be made without saying anything.

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from accelfn.context.config.checks import (
+from accelfn.config.checks import (
     FrozenOptions,
     Record,
     in_range,
@@ -19,7 +19,7 @@ from accelfn.context.config.checks import (
     where,
     wrong_type,
 )
-from accelfn.context.config.enums import AutoWrapPolicy, BackwardPrefetch, ShardingStrategy, StateDictType
+from accelfn.config.enums import AutoWrapPolicy, BackwardPrefetch, ShardingStrategy, StateDictType
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 _POLICY_WORDS = ("fp8", "fp16", "bf16", "fp32")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import accelfn as af
+from accelfn.config import FP8_PACKAGES, choose_fp8, list_fp8_packages, read_settings
 from accelfn.context import Context, DeviceFacts, check_fp8, check_precision
-from accelfn.context.config import FP8_PACKAGES, choose_fp8, list_fp8_packages, read_settings
 from accelfn.errors import ConfigurationError, MissingExtraError
 
 ALL = frozenset(package.module for package in FP8_PACKAGES.values())
@@ -18,11 +18,11 @@ ALL = frozenset(package.module for package in FP8_PACKAGES.values())
     [
         (None, ALL, "AO", "the first of"),
         (None, {"msamp", "transformer_engine"}, "TE", "the first of"),
-        (af.FP8RecipeKwargs(), {"msamp"}, "MSAMP", "the first of"),
-        (af.FP8RecipeKwargs(backend="msamp"), ALL, "MSAMP", "backend='MSAMP'"),
-        (af.AORecipeKwargs(pad_inner_dim=False), ALL, "AO", "AORecipeKwargs"),
-        (af.TERecipeKwargs(), ALL, "TE", "TERecipeKwargs"),
-        (af.MSAMPRecipeKwargs(), ALL, "MSAMP", "MSAMPRecipeKwargs"),
+        (af.config.FP8RecipeKwargs(), {"msamp"}, "MSAMP", "the first of"),
+        (af.config.FP8RecipeKwargs(backend="msamp"), ALL, "MSAMP", "backend='MSAMP'"),
+        (af.config.AORecipeKwargs(pad_inner_dim=False), ALL, "AO", "AORecipeKwargs"),
+        (af.config.TERecipeKwargs(), ALL, "TE", "TERecipeKwargs"),
+        (af.config.MSAMPRecipeKwargs(), ALL, "MSAMP", "MSAMPRecipeKwargs"),
     ],
 )
 def test_the_engine_is_the_one_that_was_asked_for_or_the_first_installed(
@@ -40,10 +40,30 @@ def test_the_engine_is_the_one_that_was_asked_for_or_the_first_installed(
     ("recipe", "installed", "error", "message"),
     [
         (None, (), MissingExtraError, "none is installed. Install torchao: pip install 'accelfn"),
-        (af.AORecipeKwargs(), ("msamp",), MissingExtraError, r"AORecipe.*, needs torchao.*\[torchao\]"),
-        (af.FP8RecipeKwargs(backend="te"), ("torchao",), MissingExtraError, "backend='TE'.*transformer-"),
-        (af.FP8RecipeKwargs(backend="AO", margin=2), ALL, ConfigurationError, "margin=2 is an option of TE"),
-        (af.FP8RecipeKwargs(backend="TE", opt_level="O1"), ALL, ConfigurationError, "opt_level=.* of MSAMP"),
+        (
+            af.config.AORecipeKwargs(),
+            ("msamp",),
+            MissingExtraError,
+            r"AORecipe.*, needs torchao.*\[torchao\]",
+        ),
+        (
+            af.config.FP8RecipeKwargs(backend="te"),
+            ("torchao",),
+            MissingExtraError,
+            "backend='TE'.*transformer-",
+        ),
+        (
+            af.config.FP8RecipeKwargs(backend="AO", margin=2),
+            ALL,
+            ConfigurationError,
+            "margin=2 is an option of TE",
+        ),
+        (
+            af.config.FP8RecipeKwargs(backend="TE", opt_level="O1"),
+            ALL,
+            ConfigurationError,
+            "opt_level=.* of MSAMP",
+        ),
     ],
 )
 def test_what_is_lacking_is_named(recipe: Any, installed: Any, error: type[Exception], message: str) -> None:
@@ -52,8 +72,8 @@ def test_what_is_lacking_is_named(recipe: Any, installed: Any, error: type[Excep
 
 
 def test_a_recipe_without_an_engine_gives_its_options_to_the_one_that_is_chosen() -> None:
-    choice = choose_fp8(af.FP8RecipeKwargs(backend="te", margin=2, fp8_format="e4m3"), ALL)
-    assert choice.recipe == af.TERecipeKwargs(margin=2, fp8_format="E4M3")
+    choice = choose_fp8(af.config.FP8RecipeKwargs(backend="te", margin=2, fp8_format="e4m3"), ALL)
+    assert choice.recipe == af.config.TERecipeKwargs(margin=2, fp8_format="E4M3")
 
 
 def test_installed_packages_are_found_without_importing_them() -> None:
@@ -73,16 +93,16 @@ def test_a_device_without_8_bit_products_is_refused_and_the_cpu_emulates(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("accelfn.context.device.list_fp8_packages", lambda: ALL)
-    ao, te = choose_fp8(None, ALL), choose_fp8(af.TERecipeKwargs(), ALL)
+    ao, te = choose_fp8(None, ALL), choose_fp8(af.config.TERecipeKwargs(), ALL)
     assert check_fp8(ao, CPU)
     assert not check_fp8(ao, NEW)
     assert not check_fp8(te, NEW)
     for choice in (ao, te):
         with pytest.raises(ConfigurationError, match=r"'cuda' doesn't have; it supports: no, bf16, fp16\."):
             check_fp8(choice, OLD)
-    assert check_fp8(choose_fp8(af.AORecipeKwargs(config=EmulatedConfig()), ALL), OLD)
+    assert check_fp8(choose_fp8(af.config.AORecipeKwargs(config=EmulatedConfig()), ALL), OLD)
     with pytest.raises(ConfigurationError, match=r"capability 8\.9"):
-        check_precision(af.Precision(mode="fp8", fp8_recipe=af.AORecipeKwargs()), OLD)
+        check_precision(af.context.Precision(mode="fp8", fp8_recipe=af.config.AORecipeKwargs()), OLD)
 
 
 FP8 = {"ACCELFN_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "fp8"}
@@ -95,7 +115,7 @@ def test_variables_make_a_recipe() -> None:
         "ACCELFN_FP8_AMAX_HISTORY_LEN": "16",
         "ACCELERATE_FP8_OVERRIDE_WGRAD": "true",
     }
-    expected = af.FP8RecipeKwargs(
+    expected = af.config.FP8RecipeKwargs(
         backend="TE", fp8_format="E4M3", amax_history_len=16, override_linear_precision=(False, False, True)
     )
     assert read_settings(env).fp8_recipe == expected
@@ -113,8 +133,8 @@ def test_variables_reach_a_context_in_fp8_unless_a_recipe_is_passed(monkeypatch:
         with af.init_context(**options) as ctx:
             return ctx.precision.fp8_recipe
 
-    assert recipe_of() == af.FP8RecipeKwargs(pad_inner_dim=False)
-    assert recipe_of(kwargs_handlers=[af.AORecipeKwargs()]) == af.AORecipeKwargs()
+    assert recipe_of() == af.config.FP8RecipeKwargs(pad_inner_dim=False)
+    assert recipe_of(kwargs_handlers=[af.config.AORecipeKwargs()]) == af.config.AORecipeKwargs()
     assert recipe_of(mixed_precision="bf16") is None
 
 

@@ -48,7 +48,7 @@ def test_what_it_cannot_take_is_refused() -> None:
     assert all(one.grad is None for one in model.parameters())
     used = af.init_scaler(ctx)
     af.forward_backward(ctx, model, mean, rows, used, micro)
-    with pytest.raises(ValueError, match="forward_backward: this ScalerState was superseded"):
+    with pytest.raises(ValueError, match="forward_backward: this StepState was superseded"):
         af.forward_backward(ctx, model, mean, rows, used, micro)
 
 

@@ -9,8 +9,8 @@ from types import MappingProxyType
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelfn.context.config.checks import POSITIVE, Record, settle, settle_fields, where, wrong_type
-from accelfn.context.config.enums import ContextParallelStrategy
+from accelfn.config.checks import POSITIVE, Record, settle, settle_fields, where, wrong_type
+from accelfn.config.enums import ContextParallelStrategy
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")

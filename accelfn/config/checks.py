@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, cast, get_args, get_origi
 
 from typing_extensions import Self
 
-from accelfn.context.config.enums import StringEnum
+from accelfn.config.enums import StringEnum
 from accelfn.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from accelfn.context.config import FullyShardedDataParallelPlugin as Plugin
-from accelfn.context.config import ShardingStrategy, StateDictType
+from accelfn.config import FullyShardedDataParallelPlugin as Plugin
+from accelfn.config import ShardingStrategy, StateDictType
 from accelfn.errors import ConfigurationError
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, cast, get_args, get_type_hints
 
 import torch
 
-from accelfn.context.config.checks import (
+from accelfn.config.checks import (
     POSITIVE,
     FrozenOptions,
     Record,
@@ -24,7 +24,7 @@ from accelfn.context.config.checks import (
     where,
     wrong_type,
 )
-from accelfn.context.config.enums import (
+from accelfn.config.enums import (
     DDPCommunicationHookType,
     DynamoBackend,
     DynamoMode,

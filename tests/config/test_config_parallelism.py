@@ -6,7 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from accelfn.context.config import (
+from accelfn.config import (
     ExpertParallelConfig,
     ParallelismConfig,
     PipelineParallelConfig,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from accelfn.context.config.checks import (
+from accelfn.config.checks import (
     FrozenOptions,
     Record,
     in_range,
@@ -20,8 +20,8 @@ from accelfn.context.config.checks import (
     where,
     wrong_type,
 )
-from accelfn.context.config.enums import FP8OptLevel, OffloadDevice
-from accelfn.context.config.handlers import GradScalerKwargs
+from accelfn.config.enums import FP8OptLevel, OffloadDevice
+from accelfn.config.handlers import GradScalerKwargs
 from accelfn.errors import ConfigurationError
 
 _PRECISIONS = ("fp16", "bf16")

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType, NoneType
 from typing import Any, TypeVar, cast
 
-from accelfn.context.config.checks import POSITIVE, Record, choices_of, kinds_of
-from accelfn.context.config.deepspeed import DeepSpeedPlugin
-from accelfn.context.config.enums import GuardMode, LogLevel, PrecisionType
-from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin
-from accelfn.context.config.handlers import FP8RecipeKwargs, TorchDynamoPlugin
-from accelfn.context.config.megatron import MegatronLMPlugin
-from accelfn.context.config.parallelism import ParallelismConfig, TorchContextParallelConfig
+from accelfn.config.checks import POSITIVE, Record, choices_of, kinds_of
+from accelfn.config.deepspeed import DeepSpeedPlugin
+from accelfn.config.enums import GuardMode, LogLevel, PrecisionType
+from accelfn.config.fsdp import FullyShardedDataParallelPlugin
+from accelfn.config.handlers import FP8RecipeKwargs, TorchDynamoPlugin
+from accelfn.config.megatron import MegatronLMPlugin
+from accelfn.config.parallelism import ParallelismConfig, TorchContextParallelConfig
 from accelfn.errors import AccelfnError, ConfigurationError
 
 R = TypeVar("R")

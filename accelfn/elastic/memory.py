@@ -37,7 +37,7 @@ class Key(NamedTuple):
     """Identifies a snapshot among those of a run. Newer ones are greater.
 
     Attributes:
-        step: Number of calls of ``remember``.
+        step: Number of calls of ``snapshot``.
         generation: The world that took it.
     """
 
@@ -97,7 +97,7 @@ class Memory:
     """The snapshots of a process, which outlive the worlds that it is in.
 
     Attributes:
-        step: Number of calls of ``remember`` that led to the present state.
+        step: Number of calls of ``snapshot`` that led to the present state.
     """
 
     def __init__(self, has_newcomers: Callable[[], bool] = lambda: False) -> None:
@@ -145,7 +145,7 @@ class Memory:
                 raise
             # Torch's: nothing else ends the wait for a member that is lost while the others connect to it.
             raise MissingRankError(
-                f"remember: a member of the new world could not be reached: {error}"
+                f"snapshot: a member of the new world could not be reached: {error}"
             ) from error
         self._owner = part.group_owner
         world = World(rank=ctx.rank, size=ctx.num_processes, local_size=ctx.num_processes)
@@ -164,7 +164,7 @@ class Memory:
         """Wait until the copy in the background has ended, even with an error."""
         self._exchange.settle()
 
-    def remember(self, ctx: Context, state: Any, every: int) -> None:
+    def snapshot(self, ctx: Context, state: Any, every: int) -> None:
         """Count a step, and take a snapshot if its turn has come.
 
         Raises:
@@ -187,7 +187,7 @@ class Memory:
         self._exchange.result()  # until then the other snapshot may not be whole
         side, slot = self._side, self._slots[self._turn]
         assert side is not None
-        found = collect_state(ctx, state, "remember")
+        found = collect_state(ctx, state, "snapshot")
         self._check_form(state, self._slots[1 - self._turn].own)
         slot.own = slot.copy = None
         alone, shared = _split(ctx, found)
@@ -222,7 +222,7 @@ class Memory:
         rows = match(before.tree, before.held, state).rows
         if rows:
             raise CheckpointMismatchError(
-                f"remember: the state has another form than at step {before.key.step}, so it could not be "
+                f"snapshot: the state has another form than at step {before.key.step}, so it could not be "
                 "restored. Tensors and objects keep their number, dtypes and shapes; what grows can be a "
                 "list of numbers, or an object with a state_dict.",
                 rows,
@@ -230,7 +230,7 @@ class Memory:
 
 
 @takes_context
-def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
+def snapshot(ctx: Context, state: Any, *, every: int = 10) -> None:
     """Keep a snapshot of the state in memory, from which the run goes on if a rank is lost.
 
     Call it after each optimizer step. Each ``every``-th call copies the state to host memory; what other
@@ -254,13 +254,13 @@ def remember(ctx: Context, state: Any, *, every: int = 10) -> None:
         DistributedError: Another rank was lost.
     """
     if not isinstance(cast("object", every), int):
-        raise TypeError(f"remember: every must be an int, got {every!r}.")
+        raise TypeError(f"snapshot: every must be an int, got {every!r}.")
     if every < 1:
-        raise ValueError(f"remember: every must be at least 1, got {every!r}.")
+        raise ValueError(f"snapshot: every must be at least 1, got {every!r}.")
     memory = ctx.world.background.snapshots
     if isinstance(memory, Memory):
-        count_call(ctx, Call("remember"))
-        memory.remember(ctx, state, every)
+        count_call(ctx, Call("snapshot"))
+        memory.snapshot(ctx, state, every)
 
 
 def neighbour_shift(size: int, num_nodes: int) -> int:
@@ -344,7 +344,7 @@ def _exchange(side: Context, slot: _Slot, names: Sequence[str], shift: int, *, n
     header = torch.frombuffer(bytearray(described.encode()), dtype=torch.uint8)
     outgoing = slot.alone.used
     sizes = json.dumps([header.numel(), outgoing.numel(), newcomers]).encode()
-    rows = [json.loads(row) for row in gather_bytes(side, Call("remember", "sizes"), sizes)]
+    rows = [json.loads(row) for row in gather_bytes(side, Call("snapshot", "sizes"), sizes)]
     to, source = (side.rank + shift) % side.num_processes, (side.rank - shift) % side.num_processes
     text = torch.empty(rows[source][0], dtype=torch.uint8)
     side.collectives.permute(header, text, to, source)
@@ -353,7 +353,7 @@ def _exchange(side: Context, slot: _Slot, names: Sequence[str], shift: int, *, n
             slot.incoming = torch.empty(rows[source][1], dtype=torch.uint8)
         side.collectives.permute(outgoing, slot.incoming[: rows[source][1]], to, source)
     # When this has ended, every rank's copy is complete.
-    gather_bytes(side, Call("remember", "copied"), b"")
+    gather_bytes(side, Call("snapshot", "copied"), b"")
     slot.copy = partial(_parse, text, slot.incoming)
     return any(row[2] for row in rows)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import accelfn
-from accelfn.context import config
-from accelfn.context.config.settings import VARIABLES, Settings
+from accelfn import config
+from accelfn.config.settings import VARIABLES, Settings
 from accelfn.launch.options import OPTIONS
 
 ROOT = Path(accelfn.__file__).parent

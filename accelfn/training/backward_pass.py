@@ -22,7 +22,7 @@ from accelfn.parallel.strategies.pipeline import PipelineHandle
 from accelfn.training.loss import Loss, check_loss, check_means, divide_loss, read_loss
 from accelfn.training.metrics import join_losses
 from accelfn.training.optimizers import parameters_in
-from accelfn.training.scaler import ScalerState, check_scaler, with_loss
+from accelfn.training.scaler import StepState, check_scaler, with_loss
 from accelfn.training.window import accumulate
 from accelfn.tree import flatten
 
@@ -34,11 +34,11 @@ Batch = TypeVar("Batch")
 def backward(
     ctx: Context,
     loss: torch.Tensor,
-    scaler_state: ScalerState,
+    scaler_state: StepState,
     micro: MicroBatch | None = None,
     weight: torch.Tensor | float | None = None,
     **kwargs: Any,
-) -> ScalerState:
+) -> StepState:
     """Compute gradients of ``loss`` and add them to the parameters' own.
 
     A loss that is a mean is divided by the number of batches in its accumulation window. A sum comes with its
@@ -82,11 +82,11 @@ def backward(
 def add_gradients(
     ctx: Context,
     loss: torch.Tensor,
-    scaler_state: ScalerState,
+    scaler_state: StepState,
     micro: MicroBatch | None,
     weight: torch.Tensor | float | None,
     **kwargs: Any,
-) -> ScalerState:
+) -> StepState:
     """Run :func:`backward` without its checks of ``micro``, and of means where ranks share sequences."""
     check_scaler("backward", scaler_state)
     check_loss("backward", loss, weight)
@@ -163,9 +163,9 @@ def forward_backward(
     model: Model,
     loss_fn: Callable[[Model, Batch], torch.Tensor | Loss],
     batch: Batch,
-    scaler_state: ScalerState,
+    scaler_state: StepState,
     micro: MicroBatch,
-) -> tuple[ScalerState, torch.Tensor]:
+) -> tuple[StepState, torch.Tensor]:
     """Compute the loss of one batch of a window, and add its gradients to the parameters' own.
 
     Equivalent to :func:`accumulate` around a call of ``loss_fn`` and :func:`backward`, but independent of the
@@ -221,7 +221,7 @@ def run_batch(
     loss_fn: Callable[[Any, Any], object],
     model: Any,
     batch: Any,
-    scaler: ScalerState,
+    scaler: StepState,
     micro: MicroBatch,
     handle: Handle | None,
     *,
@@ -229,7 +229,7 @@ def run_batch(
     counts_weight: bool = True,
     num_batches: int = 1,
     differentiate: Callable[[Context, torch.Tensor], None] = differentiate,
-) -> tuple[ScalerState, Loss]:
+) -> tuple[StepState, Loss]:
     """Run the part of :func:`forward_backward` inside of its :func:`accumulate`.
 
     Args:
