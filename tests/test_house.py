@@ -156,7 +156,7 @@ def test_imports_only_go_down() -> None:
     ("module", "source"),
     [
         ("accelfn.context.world", "from accelfn.tree import pack"),
-        ("accelfn.context.world", "import accelfn.tree.pack"),
+        ("accelfn.context.world", "import accelfn.tree.packing"),
         ("accelfn.context.world", "from ..tree import pack"),
         ("accelfn.context.world", "from accelfn import tree"),
         ("accelfn.context.world", "def f():\n    from accelfn.comm import gather"),

@@ -33,7 +33,7 @@ def windows_are_divided_by_their_full_length(
     return _divided(ctx, value, weight, scaler_state, full)
 
 
-_BACKWARD = importlib.import_module("accelfn.training.backward")
+_BACKWARD = importlib.import_module("accelfn.training.backward_pass")
 _divided = _BACKWARD.divide_loss
 
 

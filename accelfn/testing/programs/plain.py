@@ -8,8 +8,10 @@ its rank, the rows of each rank are computed on their own.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -196,6 +198,11 @@ trigger_sync_in_backward: Callable[..., Any] = accumulate
 
 def register_forward_method(*_: Any) -> None:
     """Do nothing."""
+
+
+# Programs call these two as accelfn.parallel.register_forward_method and accelfn.training.trigger_...
+parallel: ModuleType = sys.modules[__name__]
+training: ModuleType = sys.modules[__name__]
 
 
 def init_scaler(ctx: Context) -> float:
