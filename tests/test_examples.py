@@ -177,6 +177,8 @@ def test_drawn_programs_find_the_feature_that_is_wrong_on_several_ranks() -> Non
 def test_the_transformer_of_functions_is_the_same_on_any_number_of_ranks() -> None:
     train = runpy.run_path(str(EXAMPLES / "functions.py"))["train"]
     ((whole,), *others) = (run_ranks(train, size) for size in (1, 2, 4))
+    for size, plain in zip((2, 4), others, strict=True):
+        assert run_ranks(lambda ctx: train(ctx, zero=True), size) == plain
     assert whole[-1][1] > 0.95
     assert len(whole) == 6
     for found in (one for ranks in others for one in ranks):

@@ -20,7 +20,7 @@ from accelfn.checkpoint.manifest import Part, StoredTensor, leaf_path
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, Drift, ReplicaDriftError
-from accelfn.tree import local_of
+from accelfn.tree import Sharded, local_of
 from accelfn.tree.digest import digest_tensors
 
 
@@ -293,7 +293,9 @@ def boxes_from(lists: Sequence[Any]) -> tuple[Box, ...]:
 
 
 def has_copies(tensor: torch.Tensor) -> bool:
-    """Return whether several ranks hold the same part of a tensor: it is replicated along a mesh dim."""
+    """Return whether several ranks may hold the same part of a tensor: it is replicated along a mesh dim."""
+    if isinstance(tensor, Sharded):
+        return True  # it doesn't know over which ranks it is split
     layout = cast("Any", tensor)
     placements = getattr(layout, "placements", None)
     if placements is None:

@@ -264,7 +264,8 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
         The path.
 
     Raises:
-        TypeError: Something in the tree has no plain form: all such leaves, by path.
+        TypeError: Something in the tree has no plain form: all such leaves, by path. Or a tensor is split
+            over ranks.
         ValueError: A tensor has no data.
         CheckpointError: The path is a directory that holds files but no checkpoint.
         OSError: It can't be written.
@@ -276,7 +277,14 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     {'w': tensor([0, 1, 2]), 'step': 7}
     """
     with paused_collection():
-        return _write_alone(path, encode(tree, namespace=namespace))
+        encoded = encode(tree, namespace=namespace)
+        parts = [name for name, one in encoded.tensors.items() if boxes_of(one) is not None]
+        if parts:
+            raise TypeError(
+                f"save_tree: {leaf_path(parts[0])!r} is split over ranks, and this writes what one rank has. "
+                "Use save_state(ctx, path, tree) on all ranks."
+            )
+        return _write_alone(path, encoded)
 
 
 class _Alone(NamedTuple):

@@ -39,6 +39,7 @@ from accelfn.comm.rows import (
     split_between_processes as split_between_processes,
     split_sizes as split_sizes,
 )
+from accelfn.comm.pieces import sharded as sharded
 from accelfn.comm.shards import (
     all_gather as all_gather,
     all_to_all as all_to_all,

@@ -15,7 +15,7 @@ import torch
 from accelfn.comm import reduce
 from accelfn.context import Context
 from accelfn.devices import device_type
-from accelfn.tree import is_dtensor, local_of
+from accelfn.tree import Sharded, is_dtensor, local_of
 
 # Attribute of a parameter: the number of pipeline ranks that hold it, each for a stage of its own.
 _STAGES = "_accelfn_stages"
@@ -89,6 +89,18 @@ def clip_tensors_(gradients: Sequence[torch.Tensor], max_norm: float, norm_type:
     """
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
     _shrink_(gradients, norm, max_norm)
+    return norm
+
+
+def clip_pieces_(ctx: Context, gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale gradients, some of them :class:`accelfn.tree.Sharded`, by their whole norm; return the norm before.
+
+    Ranks: every rank of ``ctx``, with one sum of one number.
+    """
+    size = ctx.num_processes
+    parts = [_Part(local_of(one), 1 if isinstance(one, Sharded) else size) for one in gradients]
+    norm = _norm_over_ranks(ctx, parts, 2.0)
+    _shrink_([part.gradient for part in parts], norm, max_norm)
     return norm
 
 

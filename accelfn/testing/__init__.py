@@ -13,7 +13,11 @@ from accelfn.testing.schedule import Schedule, Step, Switch, Trace
 
 if typing.TYPE_CHECKING:  # loaded when one is asked for, since hypothesis is optional
     from accelfn.testing.strategies import Mismatched as Mismatched
+    from accelfn.testing.strategies import gradients as gradients
+    from accelfn.testing.strategies import masks as masks
     from accelfn.testing.strategies import mismatched_trees as mismatched_trees
+    from accelfn.testing.strategies import parameters as parameters
+    from accelfn.testing.strategies import random_keys as random_keys
     from accelfn.testing.strategies import rank_trees as rank_trees
     from accelfn.testing.strategies import schedules as schedules
     from accelfn.testing.strategies import tensors as tensors
@@ -36,7 +40,10 @@ __all__ = (
     "run_schedule",
     "scheduling_point",
 )
-_STRATEGIES = ("Mismatched", "mismatched_trees", "rank_trees", "schedules", "tensors", "trees", "worlds")
+_STRATEGIES = (
+    *("Mismatched", "gradients", "masks", "mismatched_trees", "parameters", "random_keys", "rank_trees"),
+    *("schedules", "tensors", "trees", "worlds"),
+)
 
 
 def __getattr__(name: str) -> object:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from accelfn.errors import MissingExtraError
+from accelfn.keys import key
 from accelfn.testing.faults import Fault
 from accelfn.testing.schedule import Schedule, Switch
 from accelfn.tree import flatten, map_tensors
@@ -156,6 +157,66 @@ def trees(leaves: SearchStrategy[Any] | None = None, *, max_leaves: int = 5) -> 
     """
     leaf = st.one_of(tensors() if leaves is None else leaves, st.none())
     return st.recursive(leaf, _containers, max_leaves=max_leaves)
+
+
+def parameters(
+    dtype: torch.dtype = torch.float32, *, max_leaves: int = 4, max_side: int = 5
+) -> SearchStrategy[Any]:
+    """Draw parameters as functions take them: dicts and lists of floating-point tensors, at least one.
+
+    0-d and empty ones are among them, and sides that no number of ranks divides. Values are halves from
+    -2 to 2, so that sums are exact.
+
+    Args:
+        dtype: Of all leaves.
+        max_leaves: About how many leaves at most.
+        max_side: Longest dimension.
+    """
+    leaf = tensors(dtype, shapes(0, 2, max_side), contiguous=True).map(_halves)
+    names = st.sampled_from("wbkvq")
+
+    def below(children: SearchStrategy[Any]) -> SearchStrategy[Any]:
+        as_dict = st.dictionaries(names, children, min_size=1, max_size=3)
+        return as_dict | st.lists(children, min_size=1, max_size=2)
+
+    return st.dictionaries(
+        names, st.recursive(leaf, below, max_leaves=max_leaves), min_size=1, max_size=max_leaves
+    )
+
+
+def gradients(params: Any) -> SearchStrategy[Any]:
+    """Draw a tree like parameters, with values as of :func:`parameters`.
+
+    Args:
+        params: A tree of tensors.
+    """
+
+    @st.composite
+    def build(draw: DrawFn) -> Any:
+        return map_tensors(
+            lambda one: draw(tensors(one.dtype, tuple(one.shape), contiguous=True).map(_halves)), params
+        )
+
+    return build()
+
+
+def _halves(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor / 2 if tensor.is_floating_point() else tensor
+
+
+def masks(params: Any) -> SearchStrategy[Any]:
+    """Draw a bool for each leaf of a tree, as :func:`accelfn.masked` takes them."""
+
+    @st.composite
+    def build(draw: DrawFn) -> Any:
+        return map_tensors(lambda one: draw(st.booleans()), params)
+
+    return build()
+
+
+def random_keys() -> SearchStrategy[torch.Tensor]:
+    """Draw a key of :func:`accelfn.key`."""
+    return st.integers(0, 2**64 - 1).map(key)
 
 
 def rank_trees(

@@ -13,13 +13,24 @@ from torch.optim import Optimizer
 from typing_extensions import NamedTuple
 
 from accelfn.errors import NotAvailableError
-from accelfn.tree import flatten, global_norm, map_tensors
+from accelfn.tree import Sharded, flatten, global_norm, map_tensors
 
-__all__ = ("FunctionalOptimizer", "clip_by_global_norm", "ema_update", "functional", "masked")
+__all__ = (
+    "FunctionalOptimizer",
+    "clip_by_global_norm",
+    "ema_update",
+    "functional",
+    "masked",
+    "not_elementwise",
+)
 
 Params = TypeVar("Params")
 # Key of the number of updates in a state, beside the names that the optimizer's class has.
 _COUNT = "num_updates"
+# Classes of torch.optim whose new value of an element depends on this element's gradient and state alone.
+_ELEMENTWISE = frozenset(
+    ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+)
 
 
 class FunctionalOptimizer(NamedTuple):
@@ -31,17 +42,30 @@ class FunctionalOptimizer(NamedTuple):
         update: ``update(grads, state, params)`` returns ``(params, state)``. Where a gradient is None,
             nothing changes.
         donates: Whether ``update`` writes into the parameters and the state that it gets.
+        name: Of the class, for errors.
+        is_elementwise: Whether pieces of parameters can be updated instead of the whole: each element by
+            itself.
     """
 
     init: Callable[[Any], dict[str, Any]]
     update: Callable[[Any, dict[str, Any], Any], tuple[Any, dict[str, Any]]]
     donates: bool = False
+    name: str = "this optimizer"
+    is_elementwise: bool = False
 
 
-def functional(optimizer: type[Optimizer], *, donate: bool = False, **options: Any) -> FunctionalOptimizer:
+def functional(
+    optimizer: type[Optimizer],
+    *,
+    donate: bool = False,
+    is_elementwise: bool | None = None,
+    **options: Any,
+) -> FunctionalOptimizer:
     """Return an optimizer class of torch as a pair of functions over pytrees.
 
-    The numbers are those of the class, bit by bit, since its own code computes them, on copies.
+    The numbers are those of the class, bit by bit, since its own code computes them, on copies. Of a
+    parameter that is :class:`accelfn.tree.Sharded`, the piece is updated, with a gradient that is its piece, and
+    its state is Sharded alike.
 
     Ranks: local. All ranks that update with equal gradients stay equal.
 
@@ -50,13 +74,16 @@ def functional(optimizer: type[Optimizer], *, donate: bool = False, **options: A
             their state.
         donate: Update parameters and state in place, as the class does, instead of copies; the results are
             the tensors that were passed.
+        is_elementwise: Whether the class updates each element by itself, so that it can update pieces of
+            parameters. Known of torch's own classes.
         **options: Of the class. A function ``number of updates -> value``, such as a schedule of the learning
             rate, is called in each update.
 
     Raises:
         TypeError: ``optimizer`` is no class of optimizers, or has no such option.
         ValueError: An option is invalid.
-        NotAvailableError: (in an update) The class keeps its state somewhere else.
+        NotAvailableError: (in an update) The class keeps its state somewhere else. Or a parameter is Sharded,
+            and the class doesn't update each element by itself.
 
     >>> adam = functional(torch.optim.AdamW, lr=lambda step: 0.1 / (step + 1))
     >>> params = {"w": torch.ones(2)}
@@ -73,6 +100,9 @@ def functional(optimizer: type[Optimizer], *, donate: bool = False, **options: A
         )
     if optimizer is torch.optim.LBFGS:
         raise TypeError("functional: LBFGS evaluates the loss within its step. Use it as a class.")
+    if is_elementwise is None:
+        own: object = getattr(torch.optim, optimizer.__name__, None)
+        is_elementwise = own is optimizer and optimizer.__name__ in _ELEMENTWISE
     scheduled = {name: value for name, value in options.items() if callable(value)}
 
     def make(params: list[torch.Tensor], state: dict[str, list[Any]], count: int) -> Any:
@@ -88,7 +118,8 @@ def functional(optimizer: type[Optimizer], *, donate: bool = False, **options: A
 
     def init(params: Any) -> dict[str, Any]:
         leaves, structure = flatten(params)
-        fresh = [_copied(leaf) for leaf in leaves]
+        check_pieces(leaves)
+        fresh = [_copied(_piece_of(leaf)) for leaf in leaves]
         made = make(fresh, {}, 0)
         for leaf in fresh:
             leaf.grad = torch.zeros_like(leaf)
@@ -97,19 +128,27 @@ def functional(optimizer: type[Optimizer], *, donate: bool = False, **options: A
             number = len(inspect.signature(begin).parameters) - 1
             begin(made.param_groups[0], *([] for _ in range(number)))
         count = torch.zeros((), dtype=torch.int64, device="cpu")
-        return {_COUNT: count, **_state_of(made, fresh, structure)}
+        return {_COUNT: count, **_state_of(made, fresh, leaves, structure)}
+
+    def check_pieces(leaves: Sequence[Any]) -> None:
+        if not is_elementwise and any(isinstance(leaf, Sharded) for leaf in leaves):
+            raise not_elementwise("functional", optimizer.__name__)
 
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Any, dict[str, Any]]:
         leaves, structure = flatten(params)
+        check_pieces(leaves)
         changed = leaves if donate else [_copied(leaf) for leaf in leaves]
-        own = [leaf.detach() for leaf in changed]
+        own = [_piece_of(leaf).detach() for leaf in changed]
         slots = {
-            name: [value if donate else _copied(value) for value in flatten(tree, _is_none)[0]]
+            name: [
+                _piece_at(name, value if donate else _copied(value), leaf)
+                for value, leaf in zip(flatten(tree, _is_none)[0], leaves, strict=True)
+            ]
             for name, tree in state.items()
             if name != _COUNT
         }
         for leaf, grad in zip(own, flatten(grads, _is_none)[0], strict=True):
-            leaf.grad = None if grad is None else grad.detach()
+            leaf.grad = None if grad is None else _piece_of(grad).detach()
         count = int(state[_COUNT])
         made = make(own, slots, count)
         before = dict(made.param_groups[0])
@@ -119,13 +158,22 @@ def functional(optimizer: type[Optimizer], *, donate: bool = False, **options: A
                 f"functional: {optimizer.__name__} keeps a part of its state in its parameter groups, which "
                 "isn't in the tree. Use it as a class."
             )
-        new_state = {_COUNT: state[_COUNT] + 1, **_state_of(made, own, structure)}
+        new_state = {_COUNT: state[_COUNT] + 1, **_state_of(made, own, leaves, structure)}
         return structure.unflatten(changed), new_state
 
     first = {name: schedule(0) for name, schedule in scheduled.items()}
     build: Any = optimizer
     template: Any = build([torch.zeros(1, 1, device="cpu")], **{**options, **first})
-    return FunctionalOptimizer(init, update, donate)
+    return FunctionalOptimizer(init, update, donate, optimizer.__name__, is_elementwise)
+
+
+def not_elementwise(operation: str, name: str) -> NotAvailableError:
+    """Return the error for an optimizer that is to update pieces of parameters, and can't."""
+    return NotAvailableError(
+        f"{operation}: {name} isn't known to update each element of a parameter by itself, so it can't "
+        "update pieces of it. Use whole parameters; or AdamW; or, if it does, "
+        "functional(..., is_elementwise=True)."
+    )
 
 
 def masked(optimizer: FunctionalOptimizer, mask: Callable[[str], bool] | Any) -> FunctionalOptimizer:
@@ -159,7 +207,7 @@ def masked(optimizer: FunctionalOptimizer, mask: Callable[[str], bool] | Any) ->
         merged = [changed.get(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
         return structure.unflatten(merged), new_state
 
-    return FunctionalOptimizer(init, update, optimizer.donates)
+    return optimizer._replace(init=init, update=update)
 
 
 def clip_by_global_norm(grads: Params, max_norm: float) -> tuple[Params, torch.Tensor]:
@@ -190,12 +238,54 @@ def ema_update(average: Params, params: Params, decay: float) -> Params:
     )
 
 
-def _state_of(optimizer: Any, params: Sequence[torch.Tensor], structure: Any) -> dict[str, Any]:
-    """Return the state of each parameter as one tree like the parameters for each name."""
-    names = dict.fromkeys(name for param in params for name in optimizer.state[param])
+def _state_of(
+    optimizer: Any, own: Sequence[torch.Tensor], params: Sequence[torch.Tensor], structure: Any
+) -> dict[str, Any]:
+    """Return the state of each parameter as one tree like the parameters for each name.
+
+    Args:
+        optimizer: Has the state.
+        own: Its parameters.
+        params: The parameters that they are the values of, or of which they are the pieces.
+        structure: Of these.
+    """
+
+    def value(name: str, local: torch.Tensor, param: torch.Tensor) -> Any:
+        found = optimizer.state[local].get(name)
+        if isinstance(param, Sharded) and isinstance(found, torch.Tensor) and found.shape == local.shape:
+            return param.like(found)
+        return found
+
+    names = dict.fromkeys(name for local in own for name in optimizer.state[local])
     return {
-        name: structure.unflatten([optimizer.state[param].get(name) for param in params]) for name in names
+        name: structure.unflatten([value(name, *pair) for pair in zip(own, params, strict=True)])
+        for name in names
     }
+
+
+def _piece_of(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.local if isinstance(leaf, Sharded) else leaf
+
+
+def _piece_at(name: str, value: Any, param: torch.Tensor) -> Any:
+    """Return the value of a state, or its piece; as its parameter is split."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    ours, theirs = (one.place if isinstance(one, Sharded) else None for one in (param, value))
+    if ours != theirs:
+        raise ValueError(
+            f"functional: the state {name!r} is {_place(value)}, and its parameter {_place(param)}. Both "
+            "must be the same piece, or the whole: make the state with init(params), and load into that."
+        )
+    return _piece_of(value)
+
+
+def _place(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, Sharded):
+        return f"the whole of shape {tuple(tensor.shape)}"
+    dim = tensor.split_dim
+    rows = tensor.local.shape[dim]
+    return f"entries {tensor.start} to {tensor.start + rows} along dim {dim} of shape {tuple(tensor.shape)}"
 
 
 def _copied(value: Any) -> Any:

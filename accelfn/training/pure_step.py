@@ -6,18 +6,20 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from typing_extensions import NamedTuple, TypeIs
 
-from accelfn.comm import Call, broadcast, catch, check, check_replicas
+from accelfn.comm import Call, broadcast, catch, check, check_replicas, reduce_scatter
+from accelfn.comm.pieces import cut, join
 from accelfn.context import Collectives, Context, World
 from accelfn.data import Window
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.norm import clip_tensors_
+from accelfn.parallel.norm import clip_pieces_, clip_tensors_
 from accelfn.parallel.strategies.compilation import not_compiled
-from accelfn.training.functional_optimizers import FunctionalOptimizer
+from accelfn.training.functional_optimizers import FunctionalOptimizer, not_elementwise
 from accelfn.training.gradients import value_and_grad
 from accelfn.training.loss import Loss, read_loss
 from accelfn.training.metrics import (
@@ -39,7 +41,7 @@ from accelfn.training.scaler import (
     update_scaler,
 )
 from accelfn.training.step import check_tensors
-from accelfn.tree import flatten, send_to_device
+from accelfn.tree import Sharded, flatten, from_local, local_of, send_to_device
 
 Params = TypeVar("Params")
 Batch = TypeVar("Batch")
@@ -89,7 +91,26 @@ def is_pure_optimizer(optimizer: object) -> TypeIs[PureOptimizer]:
     return callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
 
 
-def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]:
+def check_shardable(operation: str, optimizer: object) -> None:
+    """Check that an optimizer can update pieces of parameters, and keep its state of these alone.
+
+    Raises:
+        TypeError: It isn't from :func:`accelfn.functional`.
+        NotAvailableError: It doesn't update each element by itself.
+    """
+    if not isinstance(optimizer, FunctionalOptimizer):
+        raise TypeError(
+            f"{operation}: shard_optimizer_state=True takes an optimizer from accelfn.functional, which can "
+            f"update pieces of parameters, got {type(optimizer).__name__}. Shard modules with FSDP2, and "
+            "other pairs of functions by hand, as the page 'Shard a pytree yourself' shows."
+        )
+    if not optimizer.is_elementwise:
+        raise not_elementwise(operation, optimizer.name)
+
+
+def first_pure_state(
+    ctx: Context, optimizer: PureOptimizer, params: Params, is_sharded: bool
+) -> PureTrainState[Params]:
     """Return the initial state: parameters of rank 0, on this rank's device."""
     if ctx.device_placement:
         params = send_to_device(params, ctx.device)
@@ -97,7 +118,8 @@ def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> 
     leaves, structure = flatten(params)
     # Parameters of a module require gradients; the graph of what is computed from them would grow for ever.
     params = structure.unflatten([leaf.detach() for leaf in leaves])
-    return PureTrainState(params, optimizer.init(params), init_scaler(ctx), first_number(ctx))
+    optimizer_state = optimizer.init(cut(ctx, params) if is_sharded else params)
+    return PureTrainState(params, optimizer_state, init_scaler(ctx), first_number(ctx))
 
 
 class _Window(NamedTuple):
@@ -112,8 +134,13 @@ def pure_step(
     loss_fn: Callable[[Params, Batch], torch.Tensor | Loss],
     optimizer: PureOptimizer,
     max_norm: float | None,
+    is_sharded: bool,
 ) -> Callable[[PureTrainState[Params], Batch | Window[Batch]], tuple[PureTrainState[Params], StepMetrics]]:
-    """Build the step; see :func:`accelfn.make_train_step`."""
+    """Build the step; see :func:`accelfn.make_train_step`.
+
+    If the optimizer's state is sharded, the gradients are averaged into pieces (in exact mode whole, in their
+    order, and then cut), and the pieces of the parameters are updated, and gathered.
+    """
     update = _without_writing(optimizer.update)
     scales, skips = ctx.precision.scales_loss, may_skip(ctx)
     if skips and isinstance(optimizer, FunctionalOptimizer) and optimizer.donates:
@@ -127,6 +154,9 @@ def pure_step(
     is_exact = ctx.reduction is not None
     number = ctx.gradient_accumulation_steps
     split = splitter(ctx)
+    # Exact mode has the whole gradients, of all ranks in order.
+    by_pieces = is_sharded and not is_exact and ctx.num_processes > 1
+    clip = partial(clip_pieces_, ctx) if by_pieces else clip_tensors_
 
     def loss_of(params: Params, batch: Batch) -> Loss:
         return read_loss(ctx, "make_train_step", loss_fn(params, batch))
@@ -140,6 +170,7 @@ def pure_step(
                 "first with init_train_state(ctx, optimizer, params), and pass on the state that the step "
                 "returns."
             )
+        _check_sharding(state.optimizer_state, is_sharded)
         pieces, rows = split(batch, number)
 
         def compute() -> _Window:
@@ -163,27 +194,33 @@ def pure_step(
             not_compiled(check_tensors)(ctx, flatten(state.params)[1].paths("params"), window.grads)
         with torch.no_grad():
             terms, grads = window
-            if not is_exact:
+            if by_pieces:
+                terms, grads = _average_pieces(ctx, terms, grads)
+            elif not is_exact:
                 terms, (grads,) = together(ctx, terms, grads)
             share = None if terms.divisor is None else inverse_of_weight(terms.divisor)
             if skips or share is not None or max_norm is not None:
                 # Copies to write into: two parameters may share a gradient tensor, or one of the batch.
                 grads = [grad.clone() for grad in grads]
-            scaler = divide_gradients_(ctx, grads, state.scaler, share)
-            norm = None if max_norm is None else clip_tensors_(grads, max_norm)
-            if skips and not scales:
-                whole = clip_tensors_(grads, math.inf) if norm is None else norm
+            scaler = divide_gradients_(ctx, [*map(local_of, grads)], state.scaler, share)
+            norm = None if max_norm is None else clip(grads, max_norm)
+            if skips and (by_pieces or not scales):  # each rank has looked at its own pieces alone
+                whole = clip(grads, math.inf) if norm is None else norm
                 scaler = scaler._replace(found_inf=(~whole.isfinite()).to(scaler.found_inf))
-            tree = flatten(state.params)[1].unflatten(grads)
+            before, tree = state.params, flatten(state.params)[1].unflatten(grads)
+            if is_sharded:
+                before, tree = cut(ctx, before), cut(ctx, tree)
             if isinstance(optimizer, FunctionalOptimizer):
-                params, optimizer_state = update(tree, state.optimizer_state, state.params)
+                params, optimizer_state = update(tree, state.optimizer_state, before)
             else:
                 params, optimizer_state = _updated(update, tree, state)
             skipped = scaler.found_inf != 0
             if skips:
-                params = _keep(skipped, state.params, params)
+                params = _keep(skipped, before, params)
                 optimizer_state = _keep(skipped, state.optimizer_state, optimizer_state)
                 scaler = update_scaler(ctx, scaler)
+            if is_sharded:
+                params = join(ctx, "make_train_step", params)
             metrics = StepMetrics(terms.loss, norm, skipped, terms.aux)
             state = PureTrainState(params, optimizer_state, scaler, state.num_steps + 1)
         if ctx.guard.check_replicas_every is not None and ctx.num_processes > 1:
@@ -196,7 +233,35 @@ def pure_step(
         if every is not None and int(state.num_steps) % every == 0:
             check_replicas(ctx, state.params, name="params")
 
-    return step
+    return not_compiled(step) if is_sharded else step
+
+
+def _check_sharding(optimizer_state: Any, is_sharded: bool) -> None:
+    """Refuse a state that was made, or is to be updated, as the other kind."""
+    tensors = [leaf for leaf in flatten(optimizer_state)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if any(isinstance(leaf, Sharded) != is_sharded for leaf in tensors):
+        is_piece, updates = ("not ", "pieces of") if is_sharded else ("", "whole")
+        raise TypeError(
+            f"make_train_step: the optimizer's state is {is_piece}sharded over the ranks, and this step "
+            f"updates {updates} parameters. Pass the same shard_optimizer_state= to make_train_step and "
+            "init_train_state."
+        )
+
+
+def _average_pieces(
+    ctx: Context, terms: Terms, grads: Sequence[torch.Tensor]
+) -> tuple[Terms, list[torch.Tensor]]:
+    """Average terms and 0-d gradients over all ranks, and of the other gradients this rank's pieces.
+
+    Returns:
+        The terms, as :func:`average` does; and the gradients, Sharded and whole ones.
+    """
+    terms, (small,) = average(ctx, terms, [grad for grad in grads if not grad.dim()])
+    split = [grad for grad in grads if grad.dim()]
+    local = reduce_scatter(ctx.tagged("make_train_step"), split, reduction="mean")
+    pieces = iter([from_local(*pair) for pair in zip(local, cut(ctx, split), strict=True)])
+    rest = iter(small)
+    return terms, [next(pieces) if grad.dim() else next(rest) for grad in grads]
 
 
 def _window_of(
@@ -304,7 +369,8 @@ def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:
     kept: list[Any] = []
     for index, (left, right) in enumerate(zip(old, new, strict=True)):
         if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-            kept.append(torch.where(skipped.to(right.device), left, right))
+            local = torch.where(skipped.to(right.device), local_of(left), local_of(right))
+            kept.append(from_local(local, like=right))
         elif left is right or left == right:
             kept.append(right)
         else:

@@ -20,6 +20,7 @@ from accelfn.parallel.handle import handle_of, has_engine
 from accelfn.parallel.pointers import repoint
 from accelfn.parallel.strategies.compilation import not_compiled
 from accelfn.training.backward_pass import differentiate, modules_in, run_batch
+from accelfn.training.functional_optimizers import FunctionalOptimizer
 from accelfn.training.loss import Loss
 from accelfn.training.metrics import (
     StepMetrics,
@@ -35,6 +36,7 @@ from accelfn.training.pieces import splitter
 from accelfn.training.pure_step import (
     PureOptimizer,
     PureTrainState,
+    check_shardable,
     first_pure_state,
     is_pure_optimizer,
     pure_step,
@@ -219,15 +221,21 @@ def _check_trained(ctx: Context, models: Sequence[nn.Module], optimizers: Sequen
 
 
 Optimizers = Optimizer | Sequence[Optimizer]
+# A record of functions, which pyright takes for methods when it looks for the protocol.
+_Pure = PureOptimizer | FunctionalOptimizer
 _OR_PURE = ", or have init(params) and update(grads, state, params=params)"
 
 
 @overload
 def init_train_state(ctx: Context, optimizer: Optimizers) -> TrainState: ...
 @overload
-def init_train_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]: ...
+def init_train_state(
+    ctx: Context, optimizer: _Pure, params: Params, *, shard_optimizer_state: bool = False
+) -> PureTrainState[Params]: ...
 @takes_context
-def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
+def init_train_state(
+    ctx: Context, optimizer: Any, params: Any = None, *, shard_optimizer_state: bool = False
+) -> Any:
     """Return the initial state for a function made by :func:`make_train_step`.
 
     Ranks: every rank of ``ctx``.
@@ -237,17 +245,21 @@ def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
         optimizer: As passed to :func:`make_train_step`.
         params: For an optimizer that is a pair of functions, a tree of floating-point tensors. All ranks
             start with those of rank 0, moved to the context's device; the tree itself isn't changed.
+        shard_optimizer_state: As of :func:`make_train_step`.
 
     Returns:
         A :class:`TrainState`, or with ``params`` a :class:`PureTrainState`.
 
     Raises:
         TypeError: Another kind of optimizer; ``params`` for a torch optimizer, or none for another.
+        NotAvailableError: A state that is to be sharded, of an optimizer that can't update pieces.
         MismatchError: The parameters differ between ranks in structure, shape or dtype.
 
     >>> init_train_state(Context(), torch.optim.SGD([torch.zeros(1)])).num_steps
     tensor(0)
     """
+    if shard_optimizer_state:
+        check_shardable("init_train_state", optimizer)
     if not is_pure_optimizer(optimizer):
         list_optimizers("init_train_state", optimizer, _OR_PURE)
         if params is not None:
@@ -261,7 +273,7 @@ def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
             "init_train_state: an optimizer with init and update needs parameters in the state. Pass "
             "params=, the initial tree."
         )
-    return first_pure_state(ctx, optimizer, params)
+    return first_pure_state(ctx, optimizer, params, shard_optimizer_state)
 
 
 @overload
@@ -278,9 +290,10 @@ def make_train_step(
 def make_train_step(
     ctx: Context,
     loss_fn: Callable[[Params, Batch], torch.Tensor | Loss],
-    optimizer: PureOptimizer,
+    optimizer: _Pure,
     *,
     max_norm: float | None = None,
+    shard_optimizer_state: bool = False,
 ) -> Callable[
     [PureTrainState[Params], Batch | Window[Batch]], tuple[PureTrainState[Params], StepMetrics]
 ]: ...
@@ -293,6 +306,7 @@ def make_train_step(
     model: Any = None,
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     max_norm: float | None = None,
+    shard_optimizer_state: bool = False,
 ) -> Callable[[Any, Any], tuple[Any, StepMetrics]]:
     """Make a function that runs one optimizer step on a batch: ``state, metrics = step(state, batch)``.
 
@@ -320,12 +334,16 @@ def make_train_step(
             ``prepare_model``.
         scheduler: With a torch optimizer: one or several that step once with each step that isn't skipped.
         max_norm: Upper bound of the gradient's norm over all parameters.
+        shard_optimizer_state: With an optimizer of :func:`accelfn.functional`: each rank keeps the state of
+            its rows of each parameter alone, and updates these (ZeRO-1). Gradients are averaged to
+            the ranks that update them, and the parameters gathered. The numbers are those of the same step
+            without it within rounding, in exact mode bit for bit. 0-d parameters are updated on every rank.
 
     Returns:
         ``step(state, batch) -> (state, metrics)``, with a state from :func:`init_train_state` and
         :class:`StepMetrics`. It raises what ``backward`` and ``optimizer_step`` do, and
 
-        - TypeError: ``loss_fn`` returned something else, or the state belongs to the other kind of step.
+        - TypeError: ``loss_fn`` returned something else, or the state belongs to another kind of step.
         - ValueError: The batch can't be split, or the losses of its pieces don't fit together.
 
     Raises:
@@ -334,6 +352,8 @@ def make_train_step(
         ValueError: ``max_norm`` isn't positive.
         ConfigurationError: The optimizer has parameters that are not the model's, or whose gradients aren't
             averaged over the ranks; or a scheduler is for another optimizer.
+        NotAvailableError: The state is to be sharded, of an optimizer that doesn't update each element by
+            itself, such as Muon.
 
     >>> ctx, model = Context(), torch.nn.Linear(1, 1, bias=False)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -347,6 +367,8 @@ def make_train_step(
         check_bound("make_train_step", "max_norm", max_norm)
     if not callable(loss_fn):
         raise TypeError(f"make_train_step: loss_fn must be callable, got {type(loss_fn).__name__}.")
+    if shard_optimizer_state:
+        check_shardable("make_train_step", optimizer)
     if not is_pure_optimizer(optimizer):
         optimizers = list_optimizers("make_train_step", optimizer, _OR_PURE)
         moved = list_schedulers("make_train_step", scheduler)
@@ -358,4 +380,4 @@ def make_train_step(
                 "in the state. Leave it out"
                 + (" and give the optimizer a learning rate schedule." if name == "scheduler" else ".")
             )
-    return pure_step(ctx, loss_fn, optimizer, max_norm)
+    return pure_step(ctx, loss_fn, optimizer, max_norm, shard_optimizer_state)

@@ -18,6 +18,7 @@ from accelfn.tree.maps import (
     global_norm as global_norm,
     leaves_with_paths as leaves_with_paths,
     map as map,  # noqa: A004 -- the field's word, used as tree.map
+    pieces as pieces,
     where as where,
 )
 from accelfn.tree.packing import (
@@ -31,6 +32,7 @@ from accelfn.tree.packing import (
     require_tensors as require_tensors,
     unpack as unpack,
 )
+from accelfn.tree.sharded import Sharded as Sharded
 from accelfn.tree.structure import (
     TensorInformation as TensorInformation,
     TreeSpec as TreeSpec,

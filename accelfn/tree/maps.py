@@ -7,6 +7,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from accelfn.tree.local import map_tensors
+from accelfn.tree.sharded import Sharded
 from accelfn.tree.structure import TreeSpec, flatten, is_dtensor
 
 T = TypeVar("T")
@@ -74,6 +76,15 @@ def where(mask: torch.Tensor | bool, tree: T, other: T) -> T:
     if isinstance(mask, bool):
         return tree if mask else other
     return structure.unflatten([torch.where(mask.to(one.device), one, two) for one, two in pairs])
+
+
+def pieces(tree: T) -> T:
+    """Return the tree with this rank's piece in place of each :class:`Sharded`; other leaves are kept.
+
+    >>> pieces({"w": Sharded(torch.ones(1), 0, 2, 4), "step": 3})
+    {'w': tensor([1.]), 'step': 3}
+    """
+    return map_tensors(lambda leaf: leaf.local if isinstance(leaf, Sharded) else leaf, tree)
 
 
 def _leaves_like(function: str, structure: TreeSpec, other: Any) -> list[Any]:

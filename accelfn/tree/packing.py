@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import _utils
 
+from accelfn.tree.sharded import Sharded
 from accelfn.tree.structure import TreeSpec, flatten
 
 
@@ -195,6 +196,11 @@ def require_tensors(
                 f"{operation}: {structure.paths(root)[index]} must be a tensor, got {type(leaf).__name__}. "
                 "Convert it with torch.as_tensor, leave it out, or use gather_object or "
                 "broadcast_object_list."
+            )
+        if isinstance(leaf, Sharded):
+            raise TypeError(
+                f"{operation}: {structure.paths(root)[index]} is a Sharded: this rank's piece. Pass the "
+                "pieces of the tree, accelfn.pieces(tree)."
             )
         if leaf.layout != torch.strided or leaf.is_meta:
             kind = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"

@@ -23,6 +23,8 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from accelfn.tree.sharded import Sharded
+
 # The most common leaves, for a fast check.
 _PLAIN = (
     torch.Tensor,
@@ -297,13 +299,15 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local part of a ``DTensor``, without gradient, or the tensor itself.
+    """Return the local part of a ``DTensor`` or :class:`Sharded`, without gradient, or the tensor itself.
 
     The local part shares memory and version counter with the DTensor. It is a plain tensor, also of a weight
     that FSDP gathers in 8 bits, for which torchao wraps it.
 
     Ranks: local.
     """
+    if isinstance(tensor, Sharded):
+        return tensor.local.detach()
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
@@ -318,8 +322,10 @@ def from_local(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     Args:
         local: Of any dtype and memory.
-        like: A ``DTensor``; of any other tensor, all of it is this rank's part.
+        like: A ``DTensor`` or :class:`Sharded`; of any other tensor, all of it is this rank's part.
     """
+    if isinstance(like, Sharded):
+        return like.like(local)
     if not is_dtensor(like):
         return local
     from torch.distributed.tensor import DTensor

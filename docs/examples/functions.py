@@ -1,12 +1,15 @@
 """A small transformer as pure functions: a tree of parameters, keys for random numbers, AdamW as a function.
 
     accelfn launch --num_processes 2 docs/examples/functions.py
+    accelfn launch --num_processes 2 docs/examples/functions.py --zero
 
 It learns to repeat the first half of a random sequence in its second half, and prints the same on any number
-of ranks. Each sample has a key of its own, so its dropout doesn't depend on the rank that has it.
+of ranks. Each sample has a key of its own, so its dropout doesn't depend on the rank that has it. With --zero
+each rank keeps and updates its piece of the optimizer's state alone.
 """
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -71,7 +74,7 @@ def loss_fn(params: Params, batch: dict[str, torch.Tensor], key: torch.Tensor) -
     return af.Loss(losses.sum(), weight=losses.numel() * (LENGTH // 2), aux={"right": right.sum()})
 
 
-def train(ctx: af.Context) -> list[tuple[float, float]]:
+def train(ctx: af.Context, zero: bool = False) -> list[tuple[float, float]]:
     ctx = ctx.replace(dataloader_config=af.DataLoaderConfiguration(data_seed=0))
     loader: Any = af.prepare(ctx, DataLoader(Copies(), batch_size=32 // ctx.num_processes, shuffle=True))
     num_steps = af.num_steps(ctx, loader, EPOCHS)
@@ -82,25 +85,30 @@ def train(ctx: af.Context) -> list[tuple[float, float]]:
     root = keys.key(0)
     params = init(keys.fold_in(root, 0))
     average = params
+    pieces = af.sharded(ctx, af.shard(ctx, params)) if zero else params
     optimizer = af.functional(torch.optim.AdamW, lr=schedule, betas=(0.9, 0.98))
-    state = optimizer.init(params)
+    state = optimizer.init(pieces)
     gradient = af.value_and_grad(ctx, loss_fn)
     shown: list[tuple[float, float]] = []
     for step, window in enumerate(af.windows(ctx, loader, epochs=EPOCHS)):
         (batch,) = window.batches
         loss, grads = gradient(params, batch, keys.fold_in(root, 1, step))
         grads, _ = af.clip_by_global_norm(grads, 1.0)
-        params, state = optimizer.update(grads, state, params)
+        if zero:
+            pieces, state = optimizer.update(af.shard(ctx, grads), state, pieces)
+            params = af.unshard(ctx, af.pieces(pieces))
+        else:
+            params, state = optimizer.update(grads, state, params)
         average = af.ema_update(average, params, 0.9)
         if window.is_last:
             shown.append((float(loss.value), float(loss.aux["right"])))
             loss_text = f"loss {shown[-1][0]:.4f}, {shown[-1][1]:.1%} of the tokens right"
             af.print_once(ctx, f"epoch {window.epoch + 1}: {loss_text}")
     norm = tree.global_norm(tree.map(torch.sub, average, params))
-    af.print_once(ctx, f"{step + 1} steps, {float(norm):.3f} from the average of the parameters")
+    af.print_once(ctx, f"{num_steps} steps, {float(norm):.3f} from the average of the parameters")
     return shown
 
 
 if __name__ == "__main__":
     with af.init_context() as ctx:
-        train(ctx)
+        train(ctx, zero="--zero" in sys.argv)

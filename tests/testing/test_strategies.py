@@ -14,7 +14,11 @@ from accelfn.testing.strategies import (
     FLOAT8,
     Mismatched,
     dtypes,
+    gradients,
+    masks,
     mismatched_trees,
+    parameters,
+    random_keys,
     rank_trees,
     tensors,
     worlds,
@@ -63,6 +67,27 @@ def test_every_container_can_be_drawn_and_ranks_differ_in_values_and_in_the_orde
     assert {type(first).__name__ for first, _ in found} == {*kinds, "Tensor"}
     assert any(str(first) != str(second) for first, second in found)
     assert any(type(first) is dict and [*first] != [*second] for first, second in found)
+
+
+def test_parameters_have_every_shape_and_sums_that_are_exact() -> None:
+    def both(params: Any) -> st.SearchStrategy[Any]:
+        return st.tuples(st.just(params), gradients(params), masks(params))
+
+    found = drawn(parameters().flatmap(both), 200)
+    leaves = [leaf for params, _, _ in found for leaf in flatten(params)[0]]
+    assert {leaf.dtype for leaf in leaves} == {torch.float32}
+    assert {0, 1, 2} == {leaf.dim() for leaf in leaves}
+    assert {0, 1, 3, 5} <= {leaf.shape[0] for leaf in leaves if leaf.dim()}
+    assert all(torch.equal(2 * leaf, (2 * leaf).round()) and bool((leaf.abs() <= 2).all()) for leaf in leaves)
+    for params, grads, mask in found:
+        assert type(params) is dict
+        assert flatten(params)[0]
+        assert form(grads) == form(params)
+        assert flatten(mask)[1] == flatten(params)[1]
+        assert {type(one) for one in flatten(mask)[0]} <= {bool}
+    keys = drawn(random_keys(), 50)
+    assert len({tuple(one.tolist()) for one in keys}) > 40
+    assert all(one.shape == (2,) and one.dtype == torch.int64 for one in keys)
 
 
 @pytest.mark.slow
