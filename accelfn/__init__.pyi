@@ -36,7 +36,6 @@ from accelfn.checkpoint import load_model as load_model
 from accelfn.checkpoint import load_state as load_state
 from accelfn.checkpoint import load_tree as load_tree
 from accelfn.checkpoint import preemption as preemption
-from accelfn.checkpoint import prune_checkpoints as prune_checkpoints
 from accelfn.checkpoint import save_model as save_model
 from accelfn.checkpoint import save_state as save_state
 from accelfn.checkpoint import save_tree as save_tree
@@ -60,6 +59,7 @@ from accelfn.comm import reduce_scatter as reduce_scatter
 from accelfn.comm import scatter as scatter
 from accelfn.comm import set_seed as set_seed
 from accelfn.comm import shard as shard
+from accelfn.comm import sharded as sharded
 from accelfn.comm import split_between_processes as split_between_processes
 from accelfn.comm import unshard as unshard
 from accelfn.comm import wait_for_everyone as wait_for_everyone
@@ -97,7 +97,6 @@ from accelfn.tracking import init_trackers as init_trackers
 from accelfn.tracking import log as log
 from accelfn.tracking import profile as profile
 from accelfn.tracking import tqdm as tqdm
-from accelfn.training import FunctionalOptimizer as FunctionalOptimizer
 from accelfn.training import Loss as Loss
 from accelfn.training import StepMetrics as StepMetrics
 from accelfn.training import StepState as StepState
@@ -128,6 +127,7 @@ from accelfn.training import unwrap_model as unwrap_model
 from accelfn.training import value_and_grad as value_and_grad
 from accelfn.training import verify_layout as verify_layout
 from accelfn.tree import concatenate as concatenate
+from accelfn.tree import pieces as pieces
 from accelfn.tree import send_to_device as send_to_device
 from accelfn.tree import slice_tensors as slice_tensors
 

@@ -93,7 +93,7 @@ def clip_tensors_(gradients: Sequence[torch.Tensor], max_norm: float, norm_type:
 
 
 def clip_pieces_(ctx: Context, gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale gradients, some of them :class:`accelfn.tree.Sharded`, by their whole norm; return the norm before.
+    """Scale gradients, of which some are Sharded, by their whole norm; return the norm before.
 
     Ranks: every rank of ``ctx``, with one sum of one number.
     """

@@ -64,8 +64,8 @@ def functional(
     """Return an optimizer class of torch as a pair of functions over pytrees.
 
     The numbers are those of the class, bit by bit, since its own code computes them, on copies. Of a
-    parameter that is :class:`accelfn.tree.Sharded`, the piece is updated, with a gradient that is its piece, and
-    its state is Sharded alike.
+    parameter that is :class:`accelfn.tree.Sharded`, the piece is updated, with a gradient that is its piece,
+    and its state is Sharded alike.
 
     Ranks: local. All ranks that update with equal gradients stay equal.
 
