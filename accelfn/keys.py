@@ -64,8 +64,8 @@ def fold_in(key: torch.Tensor, *numbers: int | torch.Tensor) -> torch.Tensor:
 def seed_of(seed: int | str | bytes, *numbers: int | str) -> int:
     """Return ``fold_in(key(seed), *numbers)`` as one number of 64 bits, to seed a generator with.
 
-    It takes microseconds, since no tensors are made. The order of the samples and what is drawn while a batch
-    is made or, in exact mode, trained on are those of such seeds.
+    It takes microseconds, since no tensors are made. The order of samples comes from such seeds, and what a
+    model draws in exact mode.
 
     Args:
         seed: As of :func:`key`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 from collections.abc import Generator, Iterator
@@ -11,7 +12,6 @@ from typing import Any, TypeVar
 import torch
 
 from accelfn.data.workers import begin_reading
-from accelfn.keys import seed_of
 
 __all__ = ("read_isolated", "restore_generators", "save_generators", "seed_from", "seeded")
 
@@ -23,7 +23,7 @@ _Twister: Any = random.Random.__base__
 
 def seed_from(key: tuple[int, ...]) -> None:
     """Seed the generators of this process from ``key``: the same in a worker as in the rank's process."""
-    seed = seed_of(*key)
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     python: Any = random.random.__self__
     _Twister.seed(python, seed)
     python.gauss_next = None  # as random.seed does with a number
