@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
-__all__ = ("bernoulli", "dropout", "fold_in", "key", "normal", "permutation", "split", "uniform")
+__all__ = ("bernoulli", "dropout", "fold_in", "key", "normal", "permutation", "seed_of", "split", "uniform")
+
+T = TypeVar("T", int, torch.Tensor)
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
@@ -32,12 +35,7 @@ def key(seed: int | str | bytes, *, device: torch.device | str | None = None) ->
     >>> key(0)
     tensor([0, 0])
     """
-    if isinstance(seed, int):
-        words = (seed & _MASK, (seed >> 32) & _MASK)
-    else:
-        digest = hashlib.blake2b(seed.encode() if isinstance(seed, str) else seed, digest_size=8).digest()
-        words = (int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little"))
-    return torch.tensor(words, dtype=torch.int64, device=device or "cpu")
+    return torch.tensor(_two_words(seed), dtype=torch.int64, device=device or "cpu")
 
 
 def fold_in(key: torch.Tensor, *numbers: int | torch.Tensor) -> torch.Tensor:
@@ -57,11 +55,31 @@ def fold_in(key: torch.Tensor, *numbers: int | torch.Tensor) -> torch.Tensor:
     """
     for number in numbers:
         counter = torch.as_tensor(number, dtype=torch.int64, device=key.device)
-        low, high = counter & _MASK, (counter >> 32) & _MASK
-        one = torch.ones_like(low)  # apart from the counters of random numbers
-        words = _philox(key, (low, high, one, one))
+        one = torch.ones_like(counter)
+        words = _philox_of(key, (counter & _MASK, (counter >> 32) & _MASK, one, one))
         key = torch.stack((words[0], words[1]), dim=-1)
     return key
+
+
+def seed_of(seed: int | str | bytes, *numbers: int | str) -> int:
+    """Return ``fold_in(key(seed), *numbers)`` as one number of 64 bits, to seed a generator with.
+
+    It takes microseconds, since no tensors are made. The order of samples comes from such seeds, and what a
+    model draws in exact mode.
+
+    Args:
+        seed: As of :func:`key`.
+        *numbers: Integers; a text counts as a number of 64 bits.
+
+    >>> first, second = fold_in(key(7), 3).tolist()
+    >>> seed_of(7, 3) == first + (second << 32)
+    True
+    """
+    first, second = _two_words(seed)
+    for number in numbers:
+        low, high = _two_words(number)
+        first, second, _, _ = _philox(first, second, (low, high, 1, 1))
+    return first | second << 32
 
 
 def split(key: torch.Tensor, number: int = 2) -> tuple[torch.Tensor, ...]:
@@ -162,25 +180,37 @@ def permutation(key: torch.Tensor, number: int) -> torch.Tensor:
     return ((bits[:number] << 31) ^ bits[number:]).argsort(stable=True)
 
 
+def _two_words(seed: int | str | bytes) -> tuple[int, int]:
+    """Return two words of 32 bits: of a number its lowest ones, of a text those of its hash."""
+    if not isinstance(seed, int):
+        text = seed.encode() if isinstance(seed, str) else seed
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    return seed & _MASK, (seed >> 32) & _MASK
+
+
 def _bits(key: torch.Tensor, number: int) -> torch.Tensor:
     """Return ``number`` random words of 32 bits, as int64."""
     index = torch.arange(-(-number // 4), dtype=torch.int64, device=key.device)
     zero = torch.zeros_like(index)
-    words = _philox(key, (index & _MASK, index >> 32, zero, zero))
+    words = _philox_of(key, (index & _MASK, index >> 32, zero, zero))
     return torch.stack(words, dim=-1).flatten()[:number]
 
 
-def _philox(key: torch.Tensor, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return four random words of 32 bits for each counter of four words, all as int64.
-
-    A product of two words overflows int64, whose bits are nevertheless those of the unsigned product.
-    """
+def _philox_of(key: torch.Tensor, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return four random words of 32 bits for each counter of four words, all as int64."""
     if key.dtype != torch.int64 or key.dim() < 1 or key.shape[-1] != 2:
         raise TypeError(
             f"a key is an int64 tensor of shape (2,), as of accelfn.key(seed), got {key.dtype} of shape "
             f"{tuple(key.shape)}."
         )
-    first, second = key[..., 0], key[..., 1]
+    return _philox(key[..., 0], key[..., 1], counter)
+
+
+def _philox(first: T, second: T, counter: tuple[T, ...]) -> tuple[T, ...]:
+    """Return the four words of a counter. The counters of keys end with ones, those of numbers with zeros.
+
+    As int64 a product of two words overflows, whose bits are nevertheless those of the unsigned product.
+    """
     one, two, three, four = counter
     for _ in range(_ROUNDS):
         left, right = one * _MULTIPLIERS[0], three * _MULTIPLIERS[1]

@@ -33,7 +33,7 @@ FULL = 0xFFFFFFFF
 )
 def test_words_are_those_of_the_reference(seed: int, counter: tuple[int, ...], words: str) -> None:
     """Of Random123's known answers for philox4x32-10."""
-    found = vars(keys)["_philox"](keys.key(seed), tuple(map(torch.tensor, counter)))
+    found = vars(keys)["_philox_of"](keys.key(seed), tuple(map(torch.tensor, counter)))
     assert " ".join(f"{int(word):08x}" for word in found) == words
 
 
@@ -49,6 +49,12 @@ def test_a_longer_shape_begins_with_the_numbers_of_a_shorter_one(seed: int, numb
         assert bool(((found >= 0) & (found < 1)).all())
 
 
+def test_texts_are_numbers_of_a_seed() -> None:
+    first, second = keys.key("shuffle").tolist()
+    assert keys.seed_of("shuffle") == first + (second << 32)
+    assert keys.seed_of(0, "shuffle", 1) == keys.seed_of(0, first + (second << 32), 1)
+
+
 @given(st.lists(st.integers(-(2**40), 2**40), min_size=1, max_size=3))
 def test_numbers_are_folded_in_one_after_the_other(numbers: list[int]) -> None:
     key = keys.key(3)
@@ -56,6 +62,8 @@ def test_numbers_are_folded_in_one_after_the_other(numbers: list[int]) -> None:
     for number in numbers:
         folded = keys.fold_in(folded, number)
     assert torch.equal(keys.fold_in(key, *numbers), folded)
+    first, second = folded.tolist()
+    assert keys.seed_of(3, *numbers) == first + (second << 32)
     assert not torch.equal(folded, key)
 
 

@@ -16,7 +16,6 @@ from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context, takes_context
 from accelfn.context.call_log import LoaderPlace
 from accelfn.data.dispatch import SliceFunction
-from accelfn.data.order import make_keys
 from accelfn.data.passes import Passes
 from accelfn.data.plan import EpochPlan
 from accelfn.data.presharded import PreshardedReader
@@ -26,6 +25,7 @@ from accelfn.data.resume import LoaderState, read_state
 from accelfn.data.sampled import BatchedReader, SampledReader
 from accelfn.data.stream import read_stream
 from accelfn.errors import ConfigurationError
+from accelfn.keys import seed_of
 
 __all__ = (
     "PreparedDataLoader",
@@ -333,7 +333,7 @@ def _agree_on_seed(ctx: Context, loader: DataLoader[Any], place: LoaderPlace, wh
         seed = torch.initial_seed() if generator is None else generator.initial_seed()
     seed %= 1 << 63
     if place.number:
-        seed = make_keys("loader", seed, place.number)[0] % (1 << 63)
+        seed = seed_of("loader", seed, place.number) >> 1
     if ctx.num_processes == 1:
         return seed
     messages = gather_bytes(

@@ -9,9 +9,7 @@ they are smaller, which is cycle walking (J. Black, P. Rogaway: Ciphers with Arb
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +23,7 @@ from accelfn.context import Context
 from accelfn.data.draws import seeded
 from accelfn.data.states import State, restore_sampler, sampler_state
 from accelfn.errors import ConfigurationError
+from accelfn.keys import seed_of
 
 __all__ = (
     "IndexFn",
@@ -207,8 +206,8 @@ def make_keys(*parts: int | str) -> tuple[int, ...]:
     >>> make_keys(7, 0)[:2] == make_keys(7, 0)[:2], make_keys(7, 0) == make_keys(7, 1)
     (True, False)
     """
-    digest = hashlib.shake_128(repr(parts).encode()).digest(8 * ROUNDS)
-    return struct.unpack(f"<{ROUNDS}q", digest)
+    seed = seed_of(*parts)
+    return tuple(seed_of(seed, number) - (1 << 63) for number in range(ROUNDS))
 
 
 def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:

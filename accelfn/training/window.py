@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +19,7 @@ from accelfn.context import (
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import Draws, check_micro
 from accelfn.errors import ConfigurationError
+from accelfn.keys import seed_of
 from accelfn.parallel.forward_agreement import at_place
 from accelfn.parallel.handle import local_steps, syncing
 from accelfn.parallel.strategies.exact import exact_batch
@@ -130,7 +130,7 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
     number = micro.index * ctx.num_processes + ctx.rank
     draws = micro.draws or Draws(f"batch {number} of epoch {micro.epoch}")
     block, draws.blocks = draws.blocks, draws.blocks + 1
-    seed = _fold(ctx.reduction.seed, draws.name, block)
+    seed = seed_of(ctx.reduction.seed, draws.name, block) >> 1
     on_device: Any = None if ctx.device.type == "cpu" else device_module(ctx.device.type)
     state = torch.default_generator.get_state()
     device_state = None if on_device is None else device_random_state(ctx.device)
@@ -143,9 +143,3 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
         torch.default_generator.set_state(state)
         if device_state is not None:
             set_device_random_state(ctx.device, device_state)
-
-
-def _fold(*parts: object) -> int:
-    """Hash values to a seed, by their text. Pure."""
-    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
