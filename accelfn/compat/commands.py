@@ -8,7 +8,7 @@ import functools
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from accelfn.launch.launch import load_config
 from accelfn.launch.machine import read_machine
 from accelfn.launch.options import OPTIONS, read_value
 from accelfn.launch.output import write_text
+from accelfn.launch.plan_commands import flags_of
 
 default_config_file: str = str(default_path(os.environ, sys.platform, str(Path.home())))
 
@@ -130,7 +131,9 @@ def launch_command(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: The launch has failed; with its status.
     """
-    flags = _flags({**vars(args), "compat": True})
+    given = getattr(args, "config_file", None)
+    file = () if given is None else (f"--config_file={given}",)
+    flags = (*file, *flags_of({**vars(args), "compat": True}))
     command = [sys.executable, "-m", "accelfn", "launch", *flags, "--", args.training_script]
     child = subprocess.Popen([*command, *map(str, args.training_script_args)])
     while child.poll() is None:
@@ -138,17 +141,6 @@ def launch_command(args: argparse.Namespace) -> None:
             child.wait()
     if child.returncode:
         raise SystemExit(child.returncode)
-
-
-def _flags(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the flags of ``accelfn launch`` for the options that have a value."""
-    if values.get("config_file") is not None:
-        yield f"--config_file={values['config_file']}"
-    for name, option in OPTIONS.items():
-        value = values.get(name)
-        if value is not None:
-            text = option.kind.write(value)
-            yield from (f"--{name}={one}" for one in (text.split("\n") if option.kind.repeats else [text]))
 
 
 def _with_alias(launcher: Callable[..., Any]) -> Callable[..., Any]:

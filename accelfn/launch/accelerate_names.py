@@ -58,9 +58,14 @@ RENAMED: Mapping[str, str] = MappingProxyType(
     }
 )
 _DEEPSPEED = "start accelfn launch on every machine, or run: deepspeed --hostfile FILE train.py"
-#: Keys and flags of launchers that start the other machines too, and what to do instead.
+#: Keys and flags of torchrun, mpirun and launchers that start the other machines too; what to do instead.
 OTHER_LAUNCHERS: Mapping[str, str] = MappingProxyType(
     {
+        **dict.fromkeys(("np", "nproc_per_node"), "pass --num_processes, the number on all machines"),
+        "nnodes": "pass --num_machines",
+        "node_rank": "pass --machine_rank",
+        "master_addr": "pass --main_process_ip",
+        "master_port": "pass --main_process_port",
         "mpirun_hostfile": "run: mpirun --hostfile FILE python train.py",
         "sbatch": "in a batch script, run: srun --ntasks-per-node=1 accelfn launch train.py",
         "deepspeed_hostfile": _DEEPSPEED,

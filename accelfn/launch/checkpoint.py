@@ -20,8 +20,6 @@ from accelfn.storage.address import as_path, is_address
 from accelfn.storage.disk import is_there, kind_of, list_names
 from accelfn.storage.object_store import disk_at
 
-_MAX_ROWS = 24  # of tensors of a part, without --all
-
 
 def run(options: argparse.Namespace) -> int:
     """Run ``verify``, ``list``, ``show``, ``prune`` or ``convert``.
@@ -153,43 +151,21 @@ def _show(options: argparse.Namespace) -> int:
     disk = disk_at(options.directory)
     path, manifest = read_checkpoint(disk, options.directory, lambda found: (found.path, found.manifest))
     prefix = f"{options.path.strip('/')}/".lstrip("/")
-    tensors: list[dict[str, Any]] = [
-        {
-            "path": name,
-            "dtype": stored.dtype,
-            "shape": list(stored.shape),
-            "bytes": math.prod(stored.shape) * dtype_from_name(stored.dtype).itemsize,
-        }
-        for name, stored in manifest.tensors.items()
+    rows = [
+        (name, f"{kind} {list(shape)}, {_size(math.prod(shape) * dtype_from_name(kind).itemsize)}")
+        for name, (kind, shape, _) in manifest.tensors.items()
         if f"{name}/".replace("~1", "/").startswith(prefix.replace("~1", "/"))
         and (prefix or not name.startswith("#"))  # of random states
     ]
-    if not tensors and prefix:
+    if not rows and prefix:
         parts = ", ".join(dict.fromkeys(name.partition("/")[0] for name in manifest.tensors))
         raise ValueError(f"no tensor of {options.path!r} in {path}. Parts with tensors are {parts}.")
-    facts = {name: getattr(manifest, name) for name in ("step", "metric", "world_size", "created_by")}
-    if options.json:
-        files = {name: file.size for name, file in sorted(manifest.files.items())}
-        print(json.dumps({"path": path, **facts, "files": files, "tensors": tensors}, indent=2))
-        return 0
     if not prefix:
         about = [f"step {manifest.step}"] if manifest.step is not None else []
         about += [f"metric {manifest.metric:g}"] if manifest.metric is not None else []
         about += [f"saved by {_count(manifest.world_size, 'rank')} of {manifest.created_by}"]
         about += [f"{_count(len(manifest.files), 'file')} of tensors, {_size(manifest.num_bytes)}"]
         print(f"{_displayed(path, options.directory)}\n{'; '.join(about)}")
-    by_part: dict[str, list[dict[str, Any]]] = {}
-    for tensor in tensors:
-        by_part.setdefault(tensor["path"].partition("/")[0], []).append(tensor)
-    rows: list[tuple[str, str]] = []
-    for part, inside in by_part.items():
-        count = len(inside) if options.all or prefix or len(inside) <= _MAX_ROWS + 1 else _MAX_ROWS
-        rows += [
-            (one["path"], f"{one['dtype']} {one['shape']}, {_size(one['bytes'])}") for one in inside[:count]
-        ]
-        if count < len(inside):
-            rest = sum(one["bytes"] for one in inside[count:])
-            rows.append((f"... and {len(inside) - count} more in {part}", _size(rest)))
     print_table((), rows)
     return 0
 
@@ -279,8 +255,6 @@ def make_parser() -> CommandParser:
     listed.add_argument("--json", action="store_true", help="print JSON")
     show = add("show", "show the tensors of a checkpoint, without reading them", one)
     show.add_argument("path", metavar="PATH", nargs="?", default="", help="path of a part, such as optimizer")
-    show.add_argument("--all", action="store_true", help="show all tensors of long parts")
-    show.add_argument("--json", action="store_true", help="print JSON")
     prune = add("prune", "remove old checkpoints and the remains of failed saves", many)
     for rule, metavar, about in (
         ("--last", "N", "keep the N newest"),

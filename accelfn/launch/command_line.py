@@ -6,7 +6,6 @@ An error is one sentence with a suggestion. In flag names, - and _ are equivalen
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,28 +32,6 @@ ACTIONS: Mapping[str, Option] = MappingProxyType(
             Option("dry_run", BOOL, False, "print command and variables, and exit", section=_COMMAND),
         )
     }
-)
-# Flags of torchrun and mpirun, and their names here.
-_TORCHRUN: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(("-np", "--nproc_per_node"), "--num_processes, the number on all machines"),
-        "--nnodes": "--num_machines",
-        "--node_rank": "--machine_rank",
-        "--master_addr": "--main_process_ip",
-        "--master_port": "--main_process_port",
-    }
-)
-# Flags that scripts don't have.
-_LAUNCHERS_ALONE = (
-    *("--num_processes", "--num_machines", "--machine_rank", "--main_process_ip", "--main_process_port"),
-    *("--multi_gpu", "--gpu_ids", "--use_fsdp", "--use_deepspeed"),
-)
-# argparse's messages, as sentences.
-_MESSAGES = (
-    (r"invalid int value: (.+)", r"it must be an integer, got \1."),
-    (r"invalid float value: (.+)", r"it must be a number, got \1."),
-    (r"expected (?:at least )?one argument", "it needs a value."),
-    (r"the following arguments are required: (.+)", r"\1 must be given"),
 )
 
 
@@ -129,16 +106,6 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
     )
 
 
-def late_flags(parsed: Parsed) -> list[str]:
-    """List flags behind the script that only a launcher has. Pure.
-
-    >>> late_flags(parse_flags(["train.py", "--lr", "0.1", "--num-processes=2"]))
-    ['--num-processes']
-    """
-    names = [token.partition("=")[0] for token in parsed.script_args]
-    return [name for name in names if normalize_flag(name) in _LAUNCHERS_ALONE]
-
-
 def _split_flag(token: str) -> tuple[str, str, str]:
     """Split a flag from a value in the same word: ``--flag=value`` or ``-n2``."""
     option, implied = _FLAGS.get(token[:2], (None, ""))
@@ -151,14 +118,14 @@ def _find_flag(given: str) -> tuple[Option, str]:
     flag = normalize_flag(given)
     if flag in _FLAGS:
         return _FLAGS[flag]
-    name = flag.removeprefix("--")
+    name = flag.lstrip("-")
     if name in OTHER_LAUNCHERS:
-        how = OTHER_LAUNCHERS[name]
-        raise ConfigurationError(f"{given} is no flag of accelfn launch. {how[0].upper()}{how[1:]}")
+        raise ConfigurationError(f"{given} is no flag of accelfn launch: {OTHER_LAUNCHERS[name]}.")
     # difflib finds no match for an abbreviation.
     longer = [one for one in _FLAGS if one.startswith(flag)] if len(flag) > 5 else []
-    meant = longer[0] if len(longer) == 1 else _TORCHRUN.get(flag)
-    meant = meant or (f"--{RENAMED[name]}" if name in RENAMED else suggest(flag, _FLAGS))
+    meant = (
+        longer[0] if len(longer) == 1 else f"--{RENAMED[name]}" if name in RENAMED else suggest(flag, _FLAGS)
+    )
     hint = f" Did you mean {meant}?" if meant else " accelfn launch --help lists the flags."
     raise ConfigurationError(f"unknown flag {given}.{hint} Flags of the script follow the script.")
 
@@ -203,22 +170,8 @@ class CommandParser(argparse.ArgumentParser):
         Raises:
             SystemExit: 2, always.
         """
-        for pattern, sentence in _MESSAGES:
-            message = re.sub(pattern, sentence, message)
         end = "" if message.endswith((".", "?")) else f". See {self.prog} --help."
         self.exit(2, f"{self.prog}: error: {message}{end}\n")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        names = [str(choice) for choice in action.choices]
-        first = str(value).partition("-")[0]
-        of_family = (name for name in names if name.startswith(f"{first}-"))
-        close = suggest(str(value), names) or next(of_family, None)
-        if any("," in name for name in names):
-            names = [repr(name) for name in names]
-        hint = f" Did you mean {close}?" if close else ""
-        raise argparse.ArgumentError(action, f"it must be one of {', '.join(names)}, got {value!r}.{hint}")
 
 
 def read_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -227,17 +180,7 @@ def read_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Names
     Raises:
         SystemExit: 0 after ``--help``, 2 after an error.
     """
-    options, rest = parser.parse_known_args([normalize_flag(token) for token in argv])
-    if rest:
-        commands: Any = next((each.choices for each in parser._actions if each.dest == "action"), None) or {}
-        inner: CommandParser = commands.get(getattr(options, "action", None), parser)
-        flag = rest[0].partition("=")[0]
-        if not flag.startswith("-"):
-            parser.error(f"unexpected argument {flag!r}. See {inner.prog} --help.")
-        close = suggest(flag, flags_of(inner))
-        hint = f"Did you mean {close}?" if close else f"{inner.prog} --help lists the flags."
-        parser.error(f"unknown flag {flag}. {hint}")
-    return options
+    return parser.parse_args([normalize_flag(token) for token in argv])
 
 
 def positive(text: str) -> int:
@@ -247,14 +190,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """List the flags of a parser, without those of its subcommands. Pure."""
-    # argparse has no public way to list them.
-    return [name for action in parser._actions for name in action.option_strings]
-
-
 def launch_parser() -> CommandParser:
-    """Build a parser with the flags of ``accelfn launch``, for help and completion: parse_flags parses."""
+    """Build a parser with the flags of ``accelfn launch``, for its help: parse_flags parses."""
     parser = CommandParser(
         prog="accelfn launch",
         usage="accelfn launch [flags] script [arguments of the script]",
@@ -267,18 +204,14 @@ def launch_parser() -> CommandParser:
         formatter_class=partial(argparse.HelpFormatter, max_help_position=36, width=110),
     )
     add_launch_flags(parser)
-    script: Any = parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
-    script.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
     return parser
 
 
 def add_launch_flags(parser: CommandParser) -> None:
-    """Add the flags of ``accelfn launch`` that a parser doesn't have yet."""
-    taken = set(flags_of(parser))
+    """Add the flags of ``accelfn launch`` to a parser."""
     groups: dict[str, Any] = {}
     for option in (*ACTIONS.values(), *OPTIONS.values()):
-        if not taken.isdisjoint(option.flags):
-            continue
         title, kind = option.section.title, option.kind
         group = groups[title] = groups.get(title) or parser.add_argument_group(title)
         default = "" if option.default in (None, False) else f" ({kind.write(option.default)})"

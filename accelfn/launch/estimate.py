@@ -10,34 +10,34 @@ from typing import TYPE_CHECKING, Any
 
 from accelfn.errors import MissingExtraError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.output import FORMATS, choose_format, refuse_missing_model, show_text
+from accelfn.launch.output import refuse_missing_model
 
 if TYPE_CHECKING:
     from accelfn.bigmodel.model_info import ModelShape
 
 
 def run(options: argparse.Namespace) -> int:
-    """Estimate the memory of a model. Effect: prints the estimate, or writes it to a file.
+    """Estimate the memory of a model. Effect: prints the estimate.
 
     Nothing is downloaded, and no weight is read.
 
     Returns:
-        The exit status: 0; 1 if a file is damaged or the disk fails; 2 if an argument is invalid.
+        The exit status: 0; 1 if a file is damaged; 2 if an argument is invalid.
     """
-    form = choose_format(options.format, options.output)
-    refuse_missing_model(options.model, options.output, is_name=options.library_name == "timm")
+    if options.library_name != "timm":
+        refuse_missing_model(options.model)
     # Not at the top: accelfn.bigmodel imports torch, which --help and bad input must not wait for.
     from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
     from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
 
     dtypes = [name for value in options.dtypes or () for name in value.split(",") if name]
     estimate = estimate_memory(_shape(options), dtypes or ESTIMATED_DTYPES)
-    if form == "json":
+    if options.format == "json":
         text = json.dumps({"model": options.model, **estimate_json(estimate)}, indent=2)
     else:
-        draw = {"table": draw_estimate, "svg": draw_estimate_svg, "html": draw_estimate_html}[form]
+        draw = {"table": draw_estimate, "svg": draw_estimate_svg, "html": draw_estimate_html}[options.format]
         text = draw(estimate, os.path.basename(os.path.normpath(options.model)) or options.model)
-    show_text(text, options.output)
+    print(text.removesuffix("\n"))
     return 0
 
 
@@ -77,8 +77,8 @@ def make_parser() -> CommandParser:
         help="a folder with a config.json; a folder, file or index of safetensors; or MODULE:FUNCTION",
     )
     add("--dtypes", metavar="DTYPE", nargs="+", help="such as float32 bfloat16 int8 int4 (the common ones)")
-    add("--format", choices=FORMATS, help="output format (table, or by the suffix of --output)")
-    add("--output", metavar="FILE", help="write to this file instead of printing")
+    formats = ("table", "json", "svg", "html")
+    add("--format", choices=formats, default="table", help="output format (table)")
     add("--library_name", choices=("transformers", "timm"), help="library of MODEL; timm: MODEL is its name")
     add("--trust_remote_code", action="store_true", help="run Python code in MODEL's folder")
     return parser

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import math
-import operator
 import os
 import subprocess
 import sys
@@ -19,23 +17,21 @@ from typing import Any, Concatenate, TypeVar
 import torch
 from typing_extensions import Unpack
 
-from accelfn.config import PrecisionType
-from accelfn.config.checks import did_you_mean
 from accelfn.context import Context, ContextOptions
 from accelfn.context.rendezvous import serve_store
-from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError, MissingExtraError
+from accelfn.errors import CollectiveTimeoutError, ConfigurationError, DistributedError
 from accelfn.launch.config import LaunchConfig
-from accelfn.launch.machine import Machine, count_cores, crowding_notes
+from accelfn.launch.machine import Machine, count_cores
 from accelfn.launch.plan_commands import Script, plan_torchrun
 from accelfn.launch.rank import (
     RANK_COMMAND,
     name_of,
     read_outcome,
     reported_ranks,
-    run_xla_rank,
     world_variables,
     write_job,
 )
+from accelfn.launch.xla import run_on_tpu
 from accelfn.testing.part import Outcome, collect, conclude, died, read_stacks
 
 __all__ = ("debug_launcher", "launch_processes", "notebook_launcher")
@@ -88,24 +84,17 @@ def launch_processes(
         ValueError: ``num_processes`` is less than 1, or ``timeout_s`` is not positive.
     """
     caller = "launch_processes"
-    _check_call(caller, fn, args)
-    size = _check_integer(caller, "num_processes", num_processes, 1)
-    if timeout_s is not None:
-        _check_seconds(caller, "timeout_s", timeout_s)
-    for name in options:
-        if name not in ContextOptions.__annotations__:
-            meant = did_you_mean(name, ContextOptions.__annotations__)
-            raise TypeError(
-                f"{caller}: unknown argument {name!r}.{meant or ' See the arguments of init_context.'}"
-            )
+    _check_call(caller, fn, args, num_processes)
+    if timeout_s is not None and not timeout_s > 0:
+        raise ValueError(f"{caller}: timeout_s must be a positive number of seconds, got {timeout_s!r}.")
     variables = dict(environment or {})
     if not all(isinstance(text, str) for text in (*variables, *variables.values())):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"{caller}: environment must map strings to strings, got {variables!r}.")
 
     def run(folder: Path) -> list[Outcome]:
-        return _run_local(caller, folder, size, timeout_s=timeout_s)
+        return _run_local(caller, folder, num_processes, timeout_s=timeout_s)
 
-    return _run(caller, fn, args, options, {**_threads(size), **variables}, run)
+    return _run(caller, fn, args, options, {**_threads(num_processes), **variables}, run)
 
 
 def notebook_launcher(
@@ -169,34 +158,21 @@ def notebook_launcher(
         ValueError: An argument is invalid or conflicts with another.
     """
     caller = "notebook_launcher"
-    _check_call(caller, function, args)
-    num_nodes = _check_integer(caller, "num_nodes", num_nodes, 1)
-    node_rank = _check_integer(caller, "node_rank", node_rank, 0)
-    max_restarts = _check_integer(caller, "max_restarts", max_restarts, 0)
-    _check_seconds(caller, "monitor_interval", monitor_interval)
-    port = _check_integer(caller, "use_port", int(use_port), 0)
-    known = tuple(kind.value for kind in PrecisionType)
-    if mixed_precision not in known:
-        raise ValueError(
-            f"notebook_launcher: mixed_precision must be one of {', '.join(known)}, got {mixed_precision!r}."
-        )
-    if node_rank >= num_nodes:
-        raise ValueError(
-            f"notebook_launcher: node_rank must be less than num_nodes={num_nodes}, got {node_rank}."
-        )
+    _check_call(caller, function, args, 1 if num_processes is None else num_processes)
+    port = int(use_port)
     precision = {"ACCELFN_MIXED_PRECISION": mixed_precision}
     if _is_tpu(os.environ):
-        return _run(caller, function, args, None, precision, _run_on_tpu, "TPU")
+        return _run(caller, function, args, None, precision, run_on_tpu, "TPU")
     if num_processes is None and torch.accelerator.device_count() == 0:
         raise ConfigurationError(
             "notebook_launcher: this machine has no accelerator, so num_processes is required. Pass "
             "num_processes=2 for two processes on the CPU."
         )
     size = torch.accelerator.device_count() if num_processes is None else num_processes
-    size = _check_integer(caller, "num_processes", size, 1)
     is_plain = (rdzv_backend, rdzv_endpoint, rdzv_id) == ("static", "", "none") and not rdzv_conf
     is_pinned = num_nodes > 1 or port
     config = LaunchConfig(
+        mixed_precision=mixed_precision,
         num_processes=size * num_nodes,
         num_machines=num_nodes,
         machine_rank=node_rank,
@@ -247,23 +223,22 @@ def debug_launcher(function: Callable[..., T], args: Sequence[Any] = (), num_pro
         ValueError: ``num_processes`` is less than 1.
     """
     caller = "debug_launcher"
-    _check_call(caller, function, args)
-    size = _check_integer(caller, "num_processes", num_processes, 1)
+    _check_call(caller, function, args, num_processes)
     variables = {
-        **_threads(size),
+        **_threads(num_processes),
         "ACCELFN_USE_CPU": "true",
         "ACCELFN_MIXED_PRECISION": "no",
         "ACCELFN_TORCH_DEVICE": "cpu",  # instead of the calling process's setting
     }
 
     def run(folder: Path) -> list[Outcome]:
-        return _run_local(caller, folder, size)
+        return _run_local(caller, folder, num_processes)
 
     return _run(caller, function, args, None, variables, run)
 
 
-def _check_call(caller: str, fn: object, args: object) -> None:
-    """Check the types of a function and its arguments. A string or a tensor would be unpacked into items."""
+def _check_call(caller: str, fn: object, args: object, num_processes: object) -> None:
+    """Check what every launcher takes. A string or a tensor as ``args`` would be unpacked into items."""
     if not callable(fn):
         raise TypeError(f"{caller}: the first argument must be a function, got {fn!r}.")
     if isinstance(args, str | bytes) or not isinstance(args, Sequence):
@@ -271,24 +246,10 @@ def _check_call(caller: str, fn: object, args: object) -> None:
             f"{caller}: args must be a tuple or list of the arguments of {name_of(fn)}, got "
             f"{type(args).__name__}. For a single argument use args=(x,)."
         )
-
-
-def _check_integer(caller: str, name: str, given: object, least: int) -> int:
-    """Return ``given`` as an int, and check that it is at least ``least``."""
-    try:
-        number = None if isinstance(given, bool) else operator.index(given)  # pyright: ignore[reportArgumentType] -- checked here
-    except TypeError:
-        number = None
-    if number is None:
-        raise TypeError(f"{caller}: {name} must be an integer, {least} or more, got {given!r}.")
-    if number < least:
-        raise ValueError(f"{caller}: {name} must be at least {least}, got {number}.")
-    return number
-
-
-def _check_seconds(caller: str, name: str, given: float) -> None:
-    if not given > 0:
-        raise ValueError(f"{caller}: {name} must be a positive number of seconds, got {given!r}.")
+    if not isinstance(num_processes, int) or isinstance(num_processes, bool) or num_processes < 1:
+        raise ConfigurationError(
+            f"{caller}: num_processes must be an integer, 1 or more, got {num_processes!r}."
+        )
 
 
 def _is_tpu(env: Mapping[str, str]) -> bool:
@@ -302,16 +263,10 @@ def _is_tpu(env: Mapping[str, str]) -> bool:
 
 
 def _threads(num_processes: int) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each rank, so that they share the cores, unless it is set.
-
-    Effect: prints a note if they are too many to share them.
-    """
-    cores = count_cores()
-    for note in crowding_notes(num_processes, cores):
-        print(f"accelfn: {note}", file=sys.stderr)
+    """Return OMP_NUM_THREADS for each rank, so that they share the cores, unless it is set."""
     if "OMP_NUM_THREADS" in os.environ:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, cores // num_processes))}
+    return {"OMP_NUM_THREADS": str(max(1, count_cores() // num_processes))}
 
 
 def _run(
@@ -432,27 +387,3 @@ def _run_agent(caller: str, folder: Path, config: LaunchConfig, prefix: str | No
     # Without the ranks that the agent has stopped because of another one.
     ranks = sorted({*exitcodes, *(rank for rank, attempt in attempts.items() if attempt == last)})
     return [read_outcome(folder, rank, last) or died(rank, exitcodes.get(rank, 0)) for rank in ranks]
-
-
-def _run_on_tpu(folder: Path) -> list[Outcome]:
-    """Run the job in ``folder`` on all TPU cores with torch_xla. Written for torch_xla 2.9, not run yet."""
-    try:
-        torch_xla: Any = importlib.import_module("torch_xla")
-    except ImportError as error:
-        raise MissingExtraError(
-            "notebook_launcher: PJRT_DEVICE or TPU_NAME is set, and a TPU needs torch_xla. Run: pip install "
-            "'torch_xla[tpu]', in the version of torch. Without a TPU, unset the variable."
-        ) from error
-    failure: Exception | None = None
-    try:
-        torch_xla.launch(run_xla_rank, args=(str(folder),), start_method="spawn")
-    except Exception as error:  # noqa: BLE001 -- the reports of the ranks have more details
-        failure = error
-    ranks = sorted(reported_ranks(folder))
-    outcomes = [outcome for rank in ranks if (outcome := read_outcome(folder, rank)) is not None]
-    if failure is not None and not any(outcome.error is not None for outcome in outcomes):
-        raise DistributedError(
-            f"notebook_launcher: torch_xla could not run the ranks: {failure}. Check its installation with "
-            "one of its examples."
-        ) from failure
-    return outcomes

@@ -17,21 +17,16 @@ from typing import NoReturn
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.cluster import read_mpi, read_step
-from accelfn.launch.command_line import CommandParser, Parsed, late_flags, launch_parser, parse_flags
+from accelfn.launch.command_line import Parsed, launch_parser, parse_flags
 from accelfn.launch.config import LaunchConfig, is_active
 from accelfn.launch.config_file import ConfigFile, find_config_file, read_config
 from accelfn.launch.kinds import FILE
 from accelfn.launch.machine import read_machine
-from accelfn.launch.options import OPTIONS, Option, read_value
+from accelfn.launch.options import OPTIONS, read_value
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan import plan_launch
 from accelfn.launch.plan_commands import LOOPBACK, LaunchPlan, Script, format_plan
 from accelfn.launch.sources import Resolved, resolve
-
-
-def make_parser() -> CommandParser:
-    """Build the parser of the command, for completion."""
-    return launch_parser()
 
 
 def read(argv: Sequence[str]) -> Parsed:
@@ -70,10 +65,6 @@ def run(parsed: Parsed) -> int:
     if "help" in parsed.actions:
         print(launch_parser().format_help().rstrip())
         return 0
-    try:
-        os.getcwd()
-    except OSError:
-        raise ConfigurationError("the current directory no longer exists. Change to another one.") from None
     file = load_config(parsed.actions.get("config_file"), environment)
     resolved = resolve(parsed.flags, environment, file, _read_step(parsed, environment))
     if "print_config" in parsed.actions:
@@ -82,9 +73,6 @@ def run(parsed: Parsed) -> int:
     if parsed.script is None:
         raise ConfigurationError("no script given. Run: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
-    for flag in late_flags(parsed):
-        before = f"For the launch, write it before {parsed.script}."
-        _print(f"{flag} follows the script, so the script gets it. {before}")
     config = resolved.config
     check_files(script, resolved)
     if config.compute_environment == "AMAZON_SAGEMAKER":
@@ -147,23 +135,22 @@ def check_files(script: Script, resolved: Resolved) -> None:
     elif config.no_python:
         _check_program(script.name)
     else:
-        _check_script(script.name)
+        advice = "For a module use -m, for another program --no_python."
+        _check_file(f"the script {script.name!r}", script.name, advice)
     for name, option in OPTIONS.items():
         path: object = getattr(config, name)
         if option.kind is FILE and isinstance(path, str) and is_active(config, option):
-            _check_option_file(option, path, resolved)
-    if os.path.isfile(config.log_dir or ""):
-        raise ConfigurationError(f"--log_dir {config.log_dir} is a file. Pass a directory.")
+            origin = resolved.origins[name]
+            where = "" if origin.source == "flag" else f" (from {origin})"
+            _check_file(f"{option.flags[0]}: the file {path!r}{where}", os.path.expanduser(path))
 
 
-def _check_script(name: str) -> None:
+def _check_file(what: str, name: str, advice: str = "") -> None:
     if not os.path.isfile(name):
-        raise ConfigurationError(
-            f"no script {name!r} in {os.getcwd()!r}. Check the path. For a module use -m, for another "
-            "program --no_python."
-        )
+        problem = "is a directory" if os.path.isdir(name) else f"doesn't exist in {os.getcwd()!r}"
+        raise ConfigurationError(f"{what} {problem}. Check the path. {advice}".rstrip())
     if not os.access(name, os.R_OK):
-        raise ConfigurationError(f"can't read the script {name!r}. Check its permissions.")
+        raise ConfigurationError(f"{what} can't be read. Check its permissions.")
 
 
 def _check_program(name: str) -> None:
@@ -192,17 +179,6 @@ def _check_module(name: str) -> None:
         )
 
 
-def _check_option_file(option: Option, name: str, resolved: Resolved) -> None:
-    origin = resolved.origins[option.name]
-    where = "" if origin.source == "flag" else f" (from {origin})"
-    path = Path(name).expanduser()
-    if not path.is_file():
-        what = "is a directory" if path.is_dir() else "doesn't exist"
-        raise ConfigurationError(f"{option.flags[0]}: the file {name!r}{where} {what}. Check the path.")
-    if not os.access(path, os.R_OK):
-        raise ConfigurationError(f"{option.flags[0]}: can't read {name!r}{where}. Check its permissions.")
-
-
 def run_plan(
     plan: LaunchPlan, environment: Mapping[str, str], config: LaunchConfig, script: Script
 ) -> NoReturn:
@@ -228,13 +204,7 @@ def run_plan(
     if shutil.which(plan.argv[0]) is None:
         raise ConfigurationError(f"no program {plan.argv[0]!r}. Check PATH.")
     if config.log_dir is not None:
-        try:
-            os.makedirs(config.log_dir, exist_ok=True)
-        except OSError as error:
-            where = f"--log_dir {config.log_dir}"
-            raise ConfigurationError(
-                f"can't create {where}: {error.strerror}. Pass another directory."
-            ) from None
+        os.makedirs(config.log_dir, exist_ok=True)
     # With a rendezvous of machines, another of them may hold the port; they compare themselves first.
     if plan.rendezvous is None and plan.hosts_port is not None and not is_port_free(plan.hosts_port):
         raise ConfigurationError(

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from accelfn.devices import DEVICE_TYPES, has_false_peers
-
-_CROWD = 4  # processes per core that are still usual, such as in tests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +37,8 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def crowding_notes(local_size: int, cores: int) -> tuple[str, ...]:
-    """Return a note for more processes than a machine's cores can serve; none for a few on each core. Pure.
-
-    >>> crowding_notes(8, 2)
-    ()
-    """
-    if local_size <= _CROWD * cores:
-        return ()
-    shared = "one CPU core" if cores == 1 else f"{cores} CPU cores"
-    return (f"{local_size} processes share {shared} on this machine, which is slow. Start fewer",)
-
-
 def read_machine(environment: Mapping[str, str], *, root: str = "/") -> Machine:
-    """Inspect this machine. Effect: reads /dev and /sys, and may run ``nvidia-smi``.
+    """Inspect this machine. Effect: reads /dev and /sys.
 
     Args:
         environment: Variables, for those that select accelerators.
@@ -91,11 +75,10 @@ def _read_devices(root: str) -> int | None:
     cards = [path for path in Path(root, "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if cards:
         return len(cards)
-    if Path(root, "dev/dxg").exists():  # WSL has no /dev/nvidia0
-        return _ask_nvidia_smi()
     kfd = Path(root, "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     count = sum(_read_text(path).strip() not in ("", "0") for path in kfd)
-    may_have_others = sys.platform != "linux" or _device_variable(root) != "CUDA_VISIBLE_DEVICES"
+    is_wsl = Path(root, "dev/dxg").exists()  # which has no /dev/nvidia0
+    may_have_others = is_wsl or sys.platform != "linux" or _device_variable(root) != "CUDA_VISIBLE_DEVICES"
     return None if may_have_others and not count else count
 
 
@@ -118,14 +101,3 @@ def _device_variable(root: str) -> str:
             if _read_text(path).strip() == "0x8086":
                 kind = "xpu"
     return DEVICE_TYPES[kind].visible or ""
-
-
-def _ask_nvidia_smi() -> int | None:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) or None

@@ -8,7 +8,7 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config import LaunchConfig, changed_values, is_active
-from accelfn.launch.machine import Machine, crowding_notes
+from accelfn.launch.machine import Machine
 from accelfn.launch.options import OPTIONS
 from accelfn.launch.plan_commands import (
     LaunchPlan,
@@ -74,7 +74,10 @@ def plan_launch(
     total = count_processes(config, machine)
     local_size = total // config.num_machines
     _check_accelerators(config, machine, environment, local_size)
-    _check_streams(config, local_size)
+    if config.redirects != "0" and config.log_dir is None:
+        raise ConfigurationError(
+            f"--redirects {config.redirects} writes output to files only. Pass --log_dir for them."
+        )
     is_assumed = config.num_processes is None and total > config.num_machines
     assumed = (f"{local_size} processes on this machine, one per accelerator",) if is_assumed else ()
     config = dataclasses.replace(config, num_processes=total)
@@ -95,7 +98,7 @@ def plan_launch(
         plan,
         env_changes=tuple(sorted(variables.items())),
         local_size=local_size,
-        notes=(*assumed, *crowding_notes(local_size, machine.cores)),
+        notes=assumed,
     )
 
 
@@ -165,21 +168,6 @@ def _check_accelerators(
         raise ConfigurationError(
             f"{local_size} processes on this machine need as many accelerators, but it has "
             f"{machine.devices}{hides}. Use {fewer}--cpu to run them on the CPU."
-        )
-
-
-def _check_streams(config: LaunchConfig, local_size: int) -> None:
-    """Refuse streams of a process that doesn't exist, or without a place."""
-    for name, given in (("tee", config.tee), ("redirects", config.redirects)):
-        beyond = [part for part in given.split(",") if ":" in part and int(part[0]) >= local_size]
-        if beyond:
-            raise ConfigurationError(
-                f"--{name} {given} names local rank {beyond[0][0]}, but those of this machine are 0 to "
-                f"{local_size - 1}. Leave {beyond[0]} out."
-            )
-    if config.redirects != "0" and config.log_dir is None:
-        raise ConfigurationError(
-            f"--redirects {config.redirects} writes output to files only. Pass --log_dir for them."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,19 @@ def format_plan(plan: LaunchPlan) -> str:
     """
     variables = (f"{name}={shlex.quote(value)}" for name, value in plan.env_changes)
     return " \\\n".join((*variables, shlex.join(plan.argv)))
+
+
+def flags_of(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the flags of ``accelfn launch`` for the options that have a value. Pure.
+
+    >>> list(flags_of({"num_processes": 2, "vm": ("a", "b"), "tpu_name": None}))
+    ['--num_processes=2', '--vm=a', '--vm=b']
+    """
+    for name, option in OPTIONS.items():
+        value = values.get(name)
+        if value is not None:
+            text = option.kind.write(value)
+            yield from (f"--{name}={one}" for one in (text.split("\n") if option.kind.repeats else [text]))
 
 
 def plan_single(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
@@ -199,15 +212,14 @@ def plan_pod(config: LaunchConfig, script: Script) -> LaunchPlan:
     """
     if config.tpu_name is None or config.tpu_zone is None:
         raise ConfigurationError("--tpu_cluster needs --tpu_name and --tpu_zone.")
-    flags = [
-        f"--{name}={OPTIONS[name].kind.write(value)}"
+    changed = {
+        name: value
         for name, value in changed_values(config).items()
         if OPTIONS[name].section.name != "tpu_options"
         and name != "num_machines"
-        and value is not None
         and is_active(config, OPTIONS[name])
-    ]
-    inner = shlex.join(("accelfn", "launch", *flags, script.name, *script.args))
+    }
+    inner = shlex.join(("accelfn", "launch", *flags_of(changed), script.name, *script.args))
     variables = "".join(f"{shlex.quote(variable)} " for variable in config.env or ())
     sudo = "sudo " if config.tpu_use_sudo else ""
     command = f"{sudo}env {variables}ACCELFN_IN_TPU_POD=1 ACCELERATE_IN_TPU_POD=1 {inner}"

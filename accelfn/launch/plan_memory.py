@@ -1,4 +1,4 @@
-"""``accelfn plan-memory``: plan a device map, the memory of each rank of a mesh, or the mesh."""
+"""``accelfn plan-memory``: plan a device map, or the memory of each rank of a mesh."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 from dataclasses import replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accelfn.errors import ConfigurationError
@@ -27,42 +26,27 @@ _OF_RANKS = (
     ("optimizer", "mixed_precision", "batch_size", "activation_checkpointing", "gradient_accumulation_steps"),
     "for ranks: add --mesh, such as dp_shard=8,tp=2",
 )
-_OF_SEARCH = (("memory", "ranks_per_node"), "for a search of meshes: add --ranks")
-_OF_MESH = (("mesh", "gradient_accumulation_steps"), "chosen by a search: leave it out, or --ranks")
-_REFUSED = MappingProxyType(
-    {
-        "devices": (_OF_RANKS, _OF_SEARCH),
-        "mesh": (_OF_DEVICES, _OF_SEARCH),
-        "search": (_OF_DEVICES, _OF_MESH),
-    }
-)
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan the memory of a model. Effect: prints the plan.
 
     Returns:
-        The exit status: 0; 1 if no mesh fits, or a file of weights is damaged; 2 if an argument is invalid.
+        The exit status: 0; 1 if a file of weights is damaged; 2 if an argument is invalid.
     """
     of_ranks = options.mesh is not None or options.config_file is not None
-    what = "search" if options.ranks is not None else "mesh" if of_ranks else "devices"
-    for name, why in ((name, why) for names, why in _REFUSED[what] for name in names):
+    names, why = _OF_DEVICES if of_ranks else _OF_RANKS
+    for name in names:
         if getattr(options, name):
             raise ConfigurationError(f"--{name} is {why}.")
     if (options.batch_size is None) != (options.sequence_length is None):
         raise ConfigurationError(
             "--batch_size and --sequence_length go together, such as --batch_size 8 --sequence_length 2048."
         )
-    if what == "search" and (options.memory is None or options.batch_size is None):
-        raise ConfigurationError(
-            "a search of meshes needs --memory, --batch_size and --sequence_length too, such as --ranks 8192 "
-            "--memory 80GB --batch_size 1024 --sequence_length 8192."
-        )
-    refuse_missing_model(options.source, None)
-    plan = {"devices": _plan_devices, "mesh": _plan_mesh, "search": _search_meshes}[what]
-    facts, table = plan(options)
+    refuse_missing_model(options.source)
+    facts, table = (_plan_mesh if of_ranks else _plan_devices)(options)
     print(json.dumps({"source": options.source, **facts}, indent=1) if options.json else table)
-    return int(facts.get("layouts") == [])
+    return 0
 
 
 # --- A device map ---------------------------------------------------------------------------------
@@ -168,37 +152,6 @@ def _read_mesh(text: str) -> dict[str, Any]:
     return sizes
 
 
-# --- The mesh -------------------------------------------------------------------------------------
-
-
-def _search_meshes(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from accelfn.parallel import search_meshes
-    from accelfn.weights.index import parse_size
-
-    model = _model(options)
-    asked, _ = _asked(options)
-    for name in ("parallelism_config", "gradient_accumulation_steps"):
-        asked.pop(name, None)
-    search = search_meshes(
-        options.ranks,
-        model,
-        memory=parse_size(options.memory, "--memory"),
-        num_rows=options.batch_size,
-        make_batch=lambda ctx, rows: _text(ctx, model, rows, options.sequence_length),
-        optimizer=_optimizer(options),
-        ranks_per_node=options.ranks_per_node or 8,
-        **asked,
-    )
-    layouts = [
-        {
-            **{name: getattr(one, name) for name in ("name", "rows", "num_batches", "between_nodes")},
-            "bytes": {**one.budget._asdict(), "total": one.budget.total},
-        }
-        for one in search.layouts
-    ]
-    return {"layouts": layouts, "refused": [one._asdict() for one in search.refused]}, str(search)
-
-
 # --- Models and batches ---------------------------------------------------------------------------
 
 
@@ -247,8 +200,8 @@ def make_parser() -> CommandParser:
     """Build the parser of the command."""
     parser = CommandParser(
         prog="accelfn plan-memory",
-        description="Plan the device map of a model; with --mesh or --config_file the memory and traffic of "
-        "each rank that trains it; or with --ranks the mesh. No weight is read.",
+        description="Plan the device map of a model, or with --mesh or --config_file the memory and traffic "
+        "of each rank that trains it. No weight is read.",
     )
     add = parser.add_argument
     add(
@@ -272,11 +225,8 @@ def make_parser() -> CommandParser:
     add("--optimizer", metavar="NAME", help="adamw (the default), sgd, ..., or the bytes per parameter")
     add("--mixed_precision", choices=_PRECISIONS, help="mixed precision of the ranks (no)")
     add("--activation_checkpointing", action="store_true", help="recompute activations")
-    add("--memory", metavar="SIZE", help="memory of each rank in a search, such as 80GB")
     for name, about in (
-        ("--ranks", "list the meshes of so many ranks in which the model fits"),
-        ("--ranks_per_node", "ranks in each node, in a search (8)"),
-        ("--batch_size", "sequences in a rank's batch, in a search in a step of all ranks"),
+        ("--batch_size", "sequences in a rank's batch"),
         ("--sequence_length", "tokens of each sequence"),
         ("--gradient_accumulation_steps", "batches in an accumulation window (1)"),
     ):

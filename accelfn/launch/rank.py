@@ -119,7 +119,7 @@ def run_rank(path: str, setup: Mapping[str, Any]) -> NoReturn:
     if os.name == "posix":
         stack = open(folder / f"stack-{rank}", "wb")  # noqa: SIM115 -- open until the process exits
         faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
-    error = _call(folder, setup, rank, attempt)
+    error = call(folder, setup, rank, attempt)
     if error is not None:
         # An open context reads it at exit, and reports it to the other ranks.
         sys.last_value = error
@@ -132,18 +132,7 @@ def run_rank(path: str, setup: Mapping[str, Any]) -> NoReturn:
     sys.exit(0)
 
 
-def run_xla_rank(index: int, path: str) -> None:
-    """Run the job in a folder as one rank of a TPU; torch_xla calls this in each process."""
-    folder = Path(path)
-    setup = json.loads((folder / "setup.json").read_text("utf-8"))
-    os.environ.update(setup["environment"])
-    os.environ["ACCELFN_TORCH_DEVICE"] = "xla"
-    error = _call(folder, setup, index, 0)
-    if error is not None:
-        raise error
-
-
-def _call(folder: Path, setup: Mapping[str, Any], rank: int, attempt: int) -> BaseException | None:
+def call(folder: Path, setup: Mapping[str, Any], rank: int, attempt: int) -> BaseException | None:
     """Call the function and write the outcome. Return the error that was written."""
     for name, lines in setup["sources"].items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
@@ -251,34 +240,27 @@ def read_outcome(folder: Path, rank: int, attempt: int = 0) -> Outcome | None:
 def _pack_call(
     caller: str, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any] | None
 ) -> bytes:
-    has_cloudpickle = _find_pickler() is not pickle
-    name = name_of(fn)
-    missing = MissingExtraError(
-        f"{caller}: {name} is defined in a notebook, in the script itself or in another function. Sending it "
-        "to fresh processes needs cloudpickle: pip install 'accelfn[notebook]'. Or move it to the top level "
-        "of a module, and import it."
-    )
+    has_cloudpickle, name = _find_pickler() is not pickle, name_of(fn)
+    is_local = "<" in name  # in a function, or a lambda
+    problem: Exception | None = None
     try:
         packed = pack((fn, tuple(args), options), _refusing(_find_pickler()))
-    except _ProcessBoundError as error:
+    except Exception as error:  # noqa: BLE001 -- pickling may raise anything
+        packed, problem = b"", error
+    # Pickle finds a function of the script itself here; the rank has another __main__.
+    is_of_main = problem is None and getattr(fn, "__module__", None) == "__main__"
+    if not has_cloudpickle and (is_of_main or (problem is not None and is_local)):
+        raise MissingExtraError(
+            f"{caller}: {name} is defined in a notebook, in the script itself or in another function. "
+            "Sending it to fresh processes needs cloudpickle: pip install 'accelfn[notebook]'. Or move it to "
+            "the top level of a module, and import it."
+        ) from problem
+    if problem is not None:
         raise TypeError(
-            f"{caller}: {name} and its arguments can't be sent to fresh processes: {error}. Create it inside "
-            "the function."
-        ) from None
-    except Exception as error:
-        if not has_cloudpickle and "<" in name:
-            raise missing from error
-        raise TypeError(
-            f"{caller}: {name} and its arguments can't be sent to fresh processes: {text_of(error)}. "
-            "Create locks, open files, generators, process groups and contexts inside the function."
-        ) from error
-    if not has_cloudpickle and getattr(fn, "__module__", None) == "__main__":
-        raise missing  # the rank has another __main__
+            f"{caller}: {name} and its arguments can't be sent to fresh processes: {text_of(problem)}. "
+            "Create it inside the function, like locks, open files, generators and contexts."
+        ) from problem
     return packed
-
-
-class _ProcessBoundError(TypeError):
-    """An object to send refers to the process group of this process."""
 
 
 def _refusing(pickler: ModuleType) -> Any:
@@ -291,7 +273,7 @@ def _refusing(pickler: ModuleType) -> Any:
                 (base.__module__, base.__name__) == ("accelfn.accelerator.accelerator", "Accelerator")
                 for base in type(obj).__mro__
             ):
-                raise _ProcessBoundError(f"its {type(obj).__name__} is bound to this process")
+                raise TypeError(f"its {type(obj).__name__} is bound to this process")
             if isinstance(obj, CodeType):  # recent cloudpickle drops the file name
                 return marshal.loads, (marshal.dumps(obj),)
             override = getattr(super(), "reducer_override", None)

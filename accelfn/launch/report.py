@@ -14,8 +14,6 @@ _MAX_FRAMES = 5
 _MAX_LINES = 6
 # Exceptions that follow from the failure of another rank.
 _SECONDARY = ("RemoteRankError", "MissingRankError", "DistBackendError", "DistNetworkError", "DistError")
-# Exceptions for which the worker prints one line instead of a traceback.
-_WITHOUT_TRACEBACK = ("RemoteRankError", "MissingRankError", "DistNetworkError")
 # `accelfn.checkpoint.EXIT_PREEMPTED`, whose module imports torch.
 _PREEMPTED = 75
 
@@ -136,8 +134,8 @@ def format_report(failures: Sequence[Failure], *, num_processes: int, has_logs: 
     if len(text) > _MAX_LINES:
         text = [*text[: _MAX_LINES - 1], f"... ({len(text) - _MAX_LINES + 1} more lines)"]
     lines += [f"  {line}" for line in text]
-    frames = () if _is_traceback_above(first, failures, has_logs=has_logs) else first.frames[-_MAX_FRAMES:]
-    if frames and len(frames) < len(first.frames):
+    frames = first.frames[-_MAX_FRAMES:]
+    if len(frames) < len(first.frames):
         lines.append(f"    ... ({len(first.frames) - len(frames)} frames)")
     for path, line, function, source in frames:
         where = f"{path}:{line}" + (f" in {function}" if function else "")
@@ -157,13 +155,6 @@ def format_report(failures: Sequence[Failure], *, num_processes: int, has_logs: 
     logs = first.log_dir if has_logs else "above; use --log_dir DIR --tee 3 to keep one per rank"
     lines.append(f"  logs: {f'on {first.host}' if first.elsewhere else logs}")
     return "\n".join(lines)
-
-
-def _is_traceback_above(first: Failure, failures: Sequence[Failure], *, has_logs: bool) -> bool:
-    """Return whether the only traceback in the output above is that of the first failure."""
-    has_printed = first.kind not in ("", "SystemExit", *_WITHOUT_TRACEBACK) and not first.elsewhere
-    others = (failure for failure in failures if failure.kind not in ("", *_WITHOUT_TRACEBACK))
-    return has_printed and not has_logs and all(_is_same(failure, first) for failure in others)
 
 
 def _is_same(failure: Failure, first: Failure) -> bool:

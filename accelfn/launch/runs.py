@@ -181,9 +181,6 @@ def _list(options: argparse.Namespace) -> None:
     top = options.folder or options.dir
     runs = [run for folder in find_runs(top) if (run := _readable(folder)) is not None]
     runs.sort(key=lambda run: (math.isnan(run.started_s), run.started_s))
-    if options.json:
-        print(json.dumps([_facts(run) for run in runs], indent=1))
-        return
     if not runs:
         print(f"no runs in {top!r}")
         return
@@ -206,9 +203,6 @@ def _readable(folder: Path) -> RunRecord | None:
 
 def _show(options: argparse.Namespace) -> None:
     run = read_run(_find(options.run, options.dir))
-    if options.json:
-        print(json.dumps(_facts(run), indent=1))
-        return
     seconds = run.last_s - run.started_s
     duration = "?" if math.isnan(seconds) else str(timedelta(seconds=round(seconds)))
     started = f"{_time(run.started_s)}, {_state(run)}, {duration}"
@@ -231,31 +225,18 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _find(given: str, top: str) -> Path:
-    """Find a run by its folder, by its name or a prefix of it, or as ``latest``."""
+    """Find a run by its folder, by its name, or as ``latest``."""
     if (Path(given) / _FILE).is_file():
         return Path(given)
     folders = find_runs(top)
     if given == "latest" and folders:
         return max(folders, key=lambda folder: (folder / _FILE).stat().st_mtime)
-    exact = [folder for folder in folders if folder.name == given]
-    found = exact or [folder for folder in folders if folder.name.startswith(given)]
+    found = [folder for folder in folders if folder.name == given]
     if len(found) != 1:
         problem = "is ambiguous" if found else f"is not in {top!r}"
         names = ", ".join(map(str, found or folders)) or "none"
         raise ValueError(f"the run {given!r} {problem}. Pass one of: {names}.")
     return found[0]
-
-
-def _facts(run: RunRecord) -> dict[str, Any]:
-    """Return a run as JSON has it."""
-    last = {name: curve.values[-1] for name, curve in run.curves.items()}
-    return {
-        **{name: getattr(run, name) for name in ("name", "project", "config", "num_steps", "num_damaged")},
-        "folder": str(run.folder),
-        "state": _state(run),
-        "started": None if math.isnan(run.started_s) else run.started_s,
-        "last": {name: value if math.isfinite(value) else str(value) for name, value in last.items()},
-    }
 
 
 def _state(run: RunRecord) -> str:
@@ -281,7 +262,7 @@ def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="accelfn runs",
         description="List and show runs of the JSONL tracker.",
-        epilog=f"RUN is the folder of a run, its name or a prefix of it, or latest. {FLAG_NOTE}",
+        epilog=f"RUN is the folder of a run, its name, or latest. {FLAG_NOTE}",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show")
     listing = actions.add_parser("list", help="list the runs of a directory")
@@ -289,6 +270,5 @@ def make_parser() -> CommandParser:
     showing = actions.add_parser("show", help="show configuration and values of a run")
     showing.add_argument("run", metavar="RUN")
     for action in (listing, showing):
-        action.add_argument("--json", action="store_true", help="print JSON")
         action.add_argument("--dir", metavar="DIR", default="runs", help="logging directory (runs)")
     return parser

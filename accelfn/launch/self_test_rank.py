@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -39,12 +39,14 @@ from accelfn.config import DataLoaderConfiguration, GradScalerKwargs, Guard, Ini
 from accelfn.context import JOINED, Context, World, close_context, init_context, text_of
 from accelfn.data import gather_for_metrics, loader_state, microbatches, prepare_data_loader, restore_loader
 from accelfn.errors import AccelfnError, RemoteRankError
-from accelfn.launch.self_test import CHECK_NAMES, Result, add_check_flags, print_results, write_result
+from accelfn.launch.command_line import read_arguments
+from accelfn.launch.self_test import CHECK_NAMES, make_parser
 from accelfn.training import accumulate, backward, init_scaler, optimizer_step, prepare, unwrap_model
 
 _SAMPLES = 41  # a prime: no number of ranks and no batch size divides it
 _ROWS_PER_RANK = 4
 _STEPS = 6
+_WIDTH = 100  # of the lines of an error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,46 +56,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments of the program; None for those of this process.
 
     Returns:
-        The exit status: 1 if a check failed. With ``--report``, only if ranks may be lost.
+        The exit status: 1 if a check failed.
+
+    Raises:
+        SystemExit: The rank can't be set up; it says why.
     """
-    parser = argparse.ArgumentParser(prog="python -m accelfn.launch.self_test_rank", allow_abbrev=False)
-    parser.add_argument("--report", type=Path)
-    add_check_flags(parser)
-    options = parser.parse_args(argv)
-    report: Path | None = options.report
+    options = read_arguments(make_parser(), sys.argv[1:] if argv is None else argv)
     timeout = timedelta(seconds=options.timeout)
 
     def open_context() -> Context:
         guard = Guard(timeout=timeout, long_timeout=timeout)
         return init_context(guard=guard, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
 
-    start_s = time.perf_counter()
     try:
         ctx = open_context()
-    except Exception as error:  # noqa: BLE001 -- any error is a result of the test
-        # Without a world, each rank reports by itself.
-        if report is None:
-            print(f"accelfn test: the ranks can't be set up: {_describe(error)}", file=sys.stderr)
-        else:
-            name = f"joining of rank {os.environ.get('RANK', '0')}"
-            write_result(report, Result(name, "FAIL", time.perf_counter() - start_s, _describe(error)))
-        return 1
-
-    def on_result(result: Result) -> None:
-        if report is not None and ctx.is_local_main_process:
-            write_result(report, result)
-
-    checks = {name: run for name, run in CHECKS.items() if not options.only or name in options.only}
-    results = run_checks(Trial(ctx, options.fault, options.folder), open_context, checks, on_result)
-    if report is not None:
-        # The launcher stops a rank that hangs only if another one fails. A check that passes after a failure
-        # shows that no rank hangs.
-        is_lost = any(result.verdict == "not run" for result in results)
-        return int(is_lost or bool(results and results[-1].verdict != "pass"))
-    if ctx.is_main_process:
+    except AccelfnError as error:
+        sys.exit(f"accelfn test: the ranks can't be set up: {_describe(error)}")
+    prints = ctx.is_main_process
+    if prints:
         where = f"{ctx.num_processes} process(es) on {ctx.world.num_nodes} node(s), {ctx.device.type}"
-        print_results(results, f"accelfn test: {where}")
-    return int(any(result.verdict != "pass" for result in results))
+        print(f"accelfn test: {where}", flush=True)
+    checks = {name: run for name, run in CHECKS.items() if not options.only or name in options.only}
+    passed = 0
+    for result in run_checks(Trial(ctx, options.fault, options.folder), open_context, checks):
+        passed += result[1] == "pass"
+        if prints:
+            print(format_result(result), flush=True)
+    if prints:
+        print(f"{passed} of {len(checks)} checks passed")
+    return int(passed < len(checks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,15 +110,17 @@ class Trial:
 Check = Callable[[Trial], str]
 
 
-def run_checks(
-    trial: Trial,
-    open_context: Callable[[], Context],
-    checks: Mapping[str, Check],
-    on_result: Callable[[Result], object],
-) -> list[Result]:
-    """Run checks in order on all ranks, and close the context.
+#: Name of a check; ``"pass"``, ``"FAIL"`` or ``"not run"``; duration in seconds; details or the error.
+Result = tuple[str, str, float, str]
 
-    A check that fails on one rank fails on all, and closes their world. The next check gets a new one.
+
+def run_checks(
+    trial: Trial, open_context: Callable[[], Context], checks: Mapping[str, Check]
+) -> Iterator[Result]:
+    """Run checks in order on all ranks, yield the results on this rank, and close the context.
+
+    A check that fails on one rank fails on all, and closes their world. The next check gets a new one; if the
+    ranks can't open it, neither that check nor any after it is run.
 
     Ranks: every rank of the context.
 
@@ -135,39 +128,43 @@ def run_checks(
         trial: Input of the first check.
         open_context: Opens a context with the same configuration.
         checks: The checks, by name.
-        on_result: Called with each result, and with ``"cut off"`` when a check starts.
-
-    Returns:
-        The results on this rank.
     """
-    results: list[Result] = []
     current: Context | None = trial.ctx
     for name, check in checks.items():
         start_s = time.perf_counter()
         try:
             current = current or open_context()
         except (AccelfnError, OSError) as error:
-            remark = f"the ranks could not reconnect after the failure above: {text_of(error)}"
-            missing = [Result(each, "not run", 0.0, remark) for each in [*checks][len(results) :]]
-            for result in missing:
-                on_result(result)
-            return [*results, *missing]
-        on_result(Result(name, "cut off", 0.0, "the ranks ended during this check"))
+            yield name, "not run", 0.0, f"nor any after it: the ranks could not reconnect: {text_of(error)}"
+            return
         try:
             with failing_together(current, name):
                 remark = check(replace(trial, ctx=current))
                 wait_for_everyone(current)
-            result = Result(name, "pass", time.perf_counter() - start_s, remark)
+            verdict = "pass"
         except Exception as error:  # noqa: BLE001 -- any error is a result of the test
-            result = Result(name, "FAIL", time.perf_counter() - start_s, _describe(error))
+            verdict, remark = "FAIL", _describe(error)
             with contextlib.suppress(Exception):  # the check has failed already
                 close_context(current)
             current = None
-        results.append(result)
-        on_result(result)
+        yield name, verdict, time.perf_counter() - start_s, remark
     if current is not None:
         close_context(current)
-    return results
+
+
+def format_result(result: Result) -> str:
+    """Format a result as a line, with an error below it. Pure.
+
+    >>> print(format_result(("mesh", "FAIL", 0.5, "the sum is 4")))
+      FAIL     mesh                       0.50 s
+        the sum is 4
+    """
+    name, verdict, seconds, remark = result
+    passed, width = verdict == "pass", max(map(len, CHECK_NAMES))
+    line = f"  {verdict:<7}  {name:<{width}}  {seconds:6.2f} s  {remark if passed else ''}".rstrip()
+    below = [] if passed else remark.splitlines()
+    wrapped = (textwrap.fill(text, _WIDTH - 4, subsequent_indent="  ") for text in below)
+    return "\n".join([line, *(textwrap.indent(text, "    ") for text in wrapped)])
 
 
 def _describe(error: Exception) -> str:

@@ -11,7 +11,7 @@ from accelfn.launch.accelerate_names import FSDP_STRATEGIES, ONLY_FSDP_1, RENAME
 from accelfn.launch.command_line import CommandParser
 from accelfn.launch.config_file import read_text
 from accelfn.launch.documents import format_tree, read_tree
-from accelfn.launch.options import OPTIONS
+from accelfn.launch.options import OPTIONS, read_value
 from accelfn.launch.output import write_text
 
 # The FSDP section and the prefix of its keys: Accelerate's and ours.
@@ -37,7 +37,8 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
         tree: The content of the file.
 
     Raises:
-        ConfigurationError: The section isn't a mapping, or its sharding strategy is unknown.
+        ConfigurationError: The section isn't a mapping.
+        ValueError: Its sharding strategy is unknown.
 
     >>> rewrite_for_fsdp2({"fsdp": {"version": 1, "sharding_strategy": "FULL_SHARD"}}).tree
     {'fsdp': {'version': 2, 'reshard_after_forward': True}}
@@ -63,12 +64,7 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
         elif name in ONLY_FSDP_1:
             notes.append(f"{prefix}{spelled} is dropped: {ONLY_FSDP_1[name]}.")
         elif name == "sharding_strategy" or str(value).upper() in FSDP_STRATEGIES:
-            try:
-                strategy = OPTIONS["fsdp_sharding_strategy"].kind.read(str(value))
-            except ValueError:
-                raise ConfigurationError(
-                    f"unknown sharding strategy {value!r}. Use one of {', '.join(FSDP_STRATEGIES)}."
-                ) from None
+            strategy = str(read_value(OPTIONS["fsdp_sharding_strategy"], str(value)))
             converted["reshard_after_forward"] = FSDP_STRATEGIES[strategy]
             text = str(FSDP_STRATEGIES[strategy]).lower()
             notes.append(f"{prefix}{name}: {value} becomes {prefix}reshard_after_forward: {text}.")
@@ -91,8 +87,6 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             "pass --output_file for the new file, or --overwrite to replace the old one."
         )
-    if any(given is not None and not given.strip() for given in (options.config_file, options.output_file)):
-        raise ConfigurationError("--config_file and --output_file need file names, got an empty one.")
     target = Path(options.output_file or options.config_file)
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
         raise ConfigurationError(f"{target} exists. Pass another --output_file, or --overwrite.")

@@ -5,14 +5,13 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.command_line import CommandParser
-from accelfn.launch.config_file import find_config_file, read_config
+from accelfn.launch.launch import load_config
 
 # A directory without user files that could shadow an installed package.
 _DIRECTORY = "/usr/share"
@@ -43,10 +42,8 @@ def run(options: argparse.Namespace) -> int:
     Returns:
         The exit status of gcloud.
     """
-    path, is_requested = find_config_file(
-        options.config_file, os.environ, sys.platform, os.path.expanduser("~")
-    )
-    config: Mapping[str, Any] = read_config(path).values if is_requested or os.path.exists(path) else {}
+    file = load_config(options.config_file, os.environ)
+    config: Mapping[str, Any] = {} if file is None else file.values
     name = options.tpu_name or config.get("tpu_name")
     commands = _commands(options, config)
     if not name:

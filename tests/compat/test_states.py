@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 def test_a_state_joins_the_ranks_once() -> None:
     assert PartialState._shared_state == {}
+    with pytest.raises(TypeError, match="unknown arguments bakend"):
+        PartialState(bakend="gloo")
     state = PartialState(cpu=True, backend=None)
     assert (state.num_processes, state.process_index, state.device.type) == (1, 0, "cpu")
     assert all((state.is_main_process, state.is_local_main_process, state.is_last_process))
@@ -33,11 +35,6 @@ def test_a_state_joins_the_ranks_once() -> None:
     assert not state.initialized
     assert PartialState().initialized
     assert current().world is world, "the ranks stay connected"
-
-
-def test_an_unknown_argument_is_refused() -> None:
-    with pytest.raises(TypeError, match="unknown arguments bakend"):
-        PartialState(bakend="gloo")
 
 
 def test_options_need_an_accelerator() -> None:

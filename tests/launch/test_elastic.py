@@ -10,16 +10,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] -- documented
 
 from accelfn.context.failure import Loss, MessageBoard, announce_loss, losses_from, store_board
-from accelfn.launch.elastic import run_slots
 from tests.launch.processes import environment, free_port, is_alive, wait_for
 
 pytestmark = pytest.mark.slow  # each launcher loads torch
@@ -331,16 +328,3 @@ def test_a_script_without_elastic_training(launch: Callable[..., Launch], tmp_pa
     )
     assert launch("-n2", "world.py").finish(240) == (0, [])
     assert sorted(path.name for path in tmp_path.glob("* on *")) == ["2 on 0", "2 on 1"]
-
-
-def test_a_process_that_cannot_be_started_has_failed(tmp_path: Path) -> None:
-    place = {"nnodes": "1", "nproc_per_node": "2", "node_rank": 0, "rdzv_endpoint": "127.0.0.1:0"}
-    logs = {"role": "r", "log_dir": str(tmp_path), "redirects": "0", "tee": "0"}
-    options = SimpleNamespace(**place, **logs, max_restarts=0, monitor_interval=0.1)
-    command = (str(tmp_path / "nothing"),)
-    more: dict[str, Any] = {"heartbeat_timeout_s": 1.0, "machines": None, "report": len}
-    with ThreadPoolExecutor(1) as pool:  # where torch installs no handlers of signals
-        failures = pool.submit(run_slots, options, command, **more).result(60)
-    assert failures is not None
-    assert [(failure.rank, failure.exitcode) for failure in failures] == [(0, 1), (1, 1)]
-    assert failures[0].text.startswith("could not be started: [Errno 2]")

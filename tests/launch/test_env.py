@@ -42,17 +42,14 @@ def test_errors_are_part_of_the_report(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(env, "describe_torch", fail)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    two = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    assert describe_environment(two, "absent")["launcher"] == "env: rank 1 of 2, node 0 of 1"
     report = describe_environment({"WORLD_SIZE": "2"}, str(tmp_path / "binary.yaml"))
     assert report["torch"] == {"error": "OSError: libcuda.so.1: cannot open shared object file"}
     assert "WORLD_SIZE" in str(report["launcher"])
     assert "can't read the config file" in report["configuration"]
     assert describe_environment({}, str(tmp_path / "absent.yaml"))["configuration"].startswith("none (")
     assert [*format_report(report)]
-
-
-def test_the_world_of_a_launcher_is_named() -> None:
-    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    assert describe_environment(env, "absent.yaml")["launcher"] == "env: rank 1 of 2, node 0 of 1"
 
 
 def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,22 +175,19 @@ def test_the_estimate_is_printed_in_each_format(weights: Path, command: Command)
 @pytest.mark.usefixtures("weights")
 def test_what_is_no_model_is_refused(command: Command) -> None:
     torch.save({}, "model.pt")
-    for folder in ("empty", "a.svg"):
-        Path(folder).mkdir()
+    Path("empty").mkdir()
     Path("cut.safetensors").write_bytes(Path("net.safetensors").read_bytes()[:-5])
     bert = "google-bert/bert-base-cased"
     for line, status, message in (
-        ("", 2, "MODEL must be given"),
+        ("", 2, "required: MODEL"),
         (bert, 2, f"hf download {bert} config.json --local-dir bert-base-cased"),
         ("absent/model.safetensors", 2, "no file or directory 'absent/model.safetensors'"),
         ("model.pt", 2, "Pass safetensors"),
         ("empty", 2, "empty"),
         ("cut.safetensors", 1, "cut.safetensors"),
-        ("net.safetensors --output absent/a.svg", 2, "'absent/a.svg': the directory doesn't exist"),
-        ("net.safetensors --output a.svg", 2, "a.svg: can't be written"),
         ("net.safetensors --dtypes float8_e1", 2, "got 'float8_e1'"),
-        ("net --format png", 2, "got 'png'"),
-        ("net --library_name other", 2, "got 'other'"),
+        ("net --format png", 2, "invalid choice: 'png'"),
+        ("net --library_name other", 2, "invalid choice: 'other'"),
         ("net --nonsense", 2, "--nonsense"),
     ):
         found, _, errors = command(f"estimate-memory {line}")

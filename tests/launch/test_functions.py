@@ -251,9 +251,14 @@ def test_without_cloudpickle_only_functions_of_modules_are_sent(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"num_processes": "2"}, TypeError, "num_processes must be an integer, 1 or more, got '2'"),
-        ({"num_processes": True}, TypeError, "num_processes must be an integer, 1 or more, got True"),
-        ({"num_processes": 0}, ValueError, "num_processes must be at least 1, got 0"),
+        *(
+            (
+                {"num_processes": given},
+                ValueError,
+                f"num_processes must be an integer, 1 or more, got {given!r}",
+            )
+            for given in ("2", True, 0)
+        ),
         (
             {"args": "ab"},
             TypeError,
@@ -274,15 +279,24 @@ def test_invalid_calls_are_refused(launcher: Any, change: Any, kind: type[Except
 @pytest.mark.parametrize(
     ("launcher", "change", "kind", "message"),
     [
-        (af.launch_processes, {"num_processes": None}, TypeError, "num_processes must be an integer"),
+        (af.launch_processes, {"num_processes": None}, ValueError, "num_processes must be an integer"),
         (af.launch_processes, {"environment": {"A": 1}}, TypeError, "must map strings to strings, got"),
-        (af.launch_processes, {"mixed_precison": "no"}, TypeError, "Did you mean 'mixed_precision'?"),
         (af.launch_processes, {"timeout_s": 0}, ValueError, "must be a positive number of seconds, got 0"),
         (af.launch_processes, {"timeout_s": float("nan")}, ValueError, "number of seconds, got nan"),
         (af.notebook_launcher, {"mixed_precision": "bf15"}, ValueError, "must be one of no, .*got 'bf15'"),
-        (af.notebook_launcher, {"node_rank": 2, "num_nodes": 2}, ValueError, "less than num_nodes=2, got 2"),
-        (af.notebook_launcher, {"max_restarts": -1}, ValueError, "max_restarts must be at least 0, got -1"),
-        (af.notebook_launcher, {"monitor_interval": 0}, ValueError, "a positive number of seconds, got 0"),
+        (
+            af.notebook_launcher,
+            {"node_rank": 2, "num_nodes": 2},
+            ValueError,
+            "must be 0 to 1 .*, got 2",
+        ),
+        (
+            af.notebook_launcher,
+            {"max_restarts": -1},
+            ValueError,
+            "an integer, 0 or more, got -1",
+        ),
+        (af.notebook_launcher, {"monitor_interval": 0}, ValueError, "must be a number greater than 0, got 0"),
         (af.notebook_launcher, {"use_port": "http"}, ValueError, "invalid literal for int"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),

@@ -85,13 +85,6 @@ def test_a_configuration_file_counts_and_is_named(dry_run: DryRun, command: Comm
     assert "--nproc-per-node=2" in output
 
 
-def test_a_flag_of_the_launcher_behind_the_script_is_said(command: Command) -> None:
-    Path("t.py").write_text("")
-    status, _, stderr = command("launch --dry-run t.py --num_processes 2 --lr 1")
-    assert (status, "--num_processes follows the script, so the script gets it" in stderr) == (0, True)
-    assert "--lr" not in stderr
-
-
 OF_ACCELERATE = """
 {compute_environment: LOCAL_MACHINE, distributed_type: MULTI_CPU, downcast_bf16: 'no', use_xpu: true,
 machine_rank: 0, main_training_function: main, mixed_precision: bf16, num_machines: 1, num_processes: 2,
@@ -123,9 +116,3 @@ def test_a_module_is_found_without_an_import(tmp_path: Path, dry_run: DryRun, co
     assert dry_run("--no_python", sys.executable)[0] == 0
     # The script is on the machines of the pod.
     assert command("launch --tpu --tpu_cluster --tpu_name=t --tpu_zone=z --dry_run absent.py")[0] == 0
-
-
-def test_a_folder_that_has_gone(tmp_path: Path, command: Command) -> None:
-    tmp_path.rmdir()
-    status, _, stderr = command("launch t.py")
-    assert (status, "the current directory no longer exists" in stderr) == (2, True)

@@ -136,18 +136,20 @@ loss_of(())
 """
 
 
-def test_frames_of_ranks_with_the_same_failure_appear_once(launch: Launch, script: Write) -> None:
-    script(FAILS_ON_ALL_RANKS)
+def test_the_traceback_of_ranks_with_the_same_failure_appears_once(launch: Launch, script: Write) -> None:
+    path = script(FAILS_ON_ALL_RANKS)
     status, _, stderr = finish(launch("--cpu", "--num_processes=3", "train.py", real=False))
     lines = stderr.splitlines()
     assert status == 1
-    assert sum("in loss_of" in line for line in lines) == 1, stderr
+    assert sum("Traceback" in line for line in lines) == 1, stderr
     alike = [line for line in lines if "failed in the same way: ValueError: the batch is empty" in line]
     assert len(alike) == 2, stderr
     begin = next(index for index, line in enumerate(lines) if " of 3 failed on " in line)
     others = ", ".join(rank for rank in "012" if rank != lines[begin].split()[3])
     assert lines[begin + 1 :] == [
         "  ValueError: the batch is empty",
+        f"    {path}:8 in <module>: loss_of(())",
+        f"    {path}:7 in loss_of: def loss_of(batch): raise ValueError('the batch is empty')",
         f"  same failure: rank {others}",
         "  logs: above; use --log_dir DIR --tee 3 to keep one per rank",
     ]
@@ -176,8 +178,10 @@ def test_a_rank_with_a_secondary_error_prints_one_line(launch: Launch, script: W
     assert "accelfn launch: rank 1 of 2 failed" in stderr
     assert status == 1
     assert heard.endswith("rank 1 failed: ValueError: the batch is empty")
-    assert sum("in loss_of" in line for line in lines) == 1, stderr  # its frames, once
-    assert lines[-3:-1] == ["  ValueError: the batch is empty", "  failed later: rank 0"]
+    assert sum("Traceback" in line for line in lines) == 1, stderr
+    assert lines[-5] == "  ValueError: the batch is empty"
+    assert "in loss_of: raise ValueError" in lines[-3]
+    assert lines[-2] == "  failed later: rank 0"
 
 
 # --- restarts ------------------------------------------------------------------------------------
@@ -416,7 +420,7 @@ def test_a_failure_on_one_machine_ends_the_others(launch: Launch, script: Write)
         f'    {path}:8 in <module>: raise ValueError("no such batch")',
         f"  logs: on {HOST}",
     ]
-    assert ended[1][2].splitlines()[-3:-1] == report[:2]  # and its traceback above
+    assert ended[1][2].splitlines()[-4:-1] == report[:3]
     lines = ended[0][2].splitlines()
     assert lines[-4:] == report
     stopping = f"machine 1 ({HOST}) has failed; stopping the processes of this machine."

@@ -1,4 +1,4 @@
-"""What the commands that are given a model say of it, and where they write, the same in both."""
+"""What the commands that are given a model say of it, the same in both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -34,20 +32,3 @@ def test_functions_that_give_no_model(
         command(f"{name} no_model:raises")
     with pytest.raises(LookupError, match="no licence"):
         command(f"{name} broken:build")
-
-
-def test_the_ending_of_the_output_says_its_form(tmp_path: Path, command: Command) -> None:
-    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
-    line = "estimate-memory model.safetensors"
-    for ending, begin in (("txt", ""), ("json", "{"), ("SVG", "<svg"), ("html", "<!"), ("plain", "")):
-        target = Path("plain" if ending == "plain" else f"a.{ending}")
-        assert command(f"{line} --output {target}")[:2] == (0, "")
-        assert target.read_text().lower().startswith(begin)
-    printed = command(line)[1]
-    assert printed == Path("a.txt").read_text() == Path("plain").read_text()
-    status, _, stderr = command(f"{line} --output a.foo")
-    assert status == 2
-    assert "a.foo'. Use one of .txt, .json, .svg, .html, .htm, or pass --format." in stderr
-    assert not Path("a.foo").exists()
-    assert command(f"{line} --output a.foo --format json")[0] == 0
-    assert Path("a.foo").read_text().startswith("{")

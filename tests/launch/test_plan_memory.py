@@ -96,15 +96,6 @@ def test_the_plan_of_the_flags_is_printed(flags: str, plan: dict[str, Any], caps
     assert printed(capsys, f"{' '.join(BUDGETS)} {flags}") == f"{plan_of(**plan)}\n"
 
 
-def test_maps_and_places_by_name(capsys: Shown) -> None:
-    budgets = {0: 500, 1: 500, "cpu:0": 500, "disk": 10**6}
-    given = "--max_memory 0=500B cuda:1=500B cpu:0=500B disk=1MB"
-    for name in ("balanced", "balanced_low_0"):
-        assert printed(capsys, f"--device-map {name} {given}") == f"{plan_of(name, budgets)}\n"
-    first, second = printed(capsys, "").splitlines()[:2]  # of this machine
-    assert (first.split()[0], second.split()[0] in ("0", "mps", "cpu")) == ("place", True)
-
-
 def test_programs_get_json(capsys: Shown) -> None:
     plan = plan_of()
     message = json.loads(printed(capsys, f"{' '.join(BUDGETS)} --json"))
@@ -202,36 +193,15 @@ def save_llama(folder: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_ranks_and_meshes_of_a_model_of_transformers(tmp_path: Path, capsys: Shown) -> None:
-    def make_batch(ctx: af.Context, rows: int) -> Any:
-        ids = torch.empty(rows, 8, dtype=torch.long)
-        return {"input_ids": ids, "labels": ids}
-
+def test_ranks_of_a_model_of_transformers(tmp_path: Path, capsys: Shown) -> None:
     model = save_llama(tmp_path)
     text = "--batch_size 8 --sequence_length 8"
     ctx = af.plan_context(2, parallelism_config=af.ParallelismConfig(tp_size=2))
     assert main(["plan-memory", str(tmp_path), "--mesh", "tp=2", *text.split()]) == 0
-    budget = af.plan_memory(ctx, model, batch=make_batch(ctx, 8))
+    ids = torch.empty(8, 8, dtype=torch.long)
+    budget = af.plan_memory(ctx, model, batch={"input_ids": ids, "labels": ids})
     assert budget.activations
     assert str(budget) in capsys.readouterr().out
-    flags = f"--ranks 4 {text} --ranks_per_node 2 --mixed_precision bf16"
-    for memory, status in ((500_000, 0), (10, 1)):
-        found = af.parallel.search_meshes(
-            *(4, model),
-            memory=memory,
-            num_rows=8,
-            make_batch=make_batch,
-            mixed_precision="bf16",
-            ranks_per_node=2,
-        )
-        assert bool(found.layouts) == (status == 0)
-        command = ["plan-memory", str(tmp_path), *flags.split(), "--memory", f"{memory}B"]
-        assert main(command) == status
-        assert capsys.readouterr().out == f"{found}\n"
-        assert main([*command, "--json"]) == status
-        message = json.loads(capsys.readouterr().out)
-        assert [one["name"] for one in message["layouts"]] == [one.name for one in found.layouts]
-        assert [one["name"] for one in message["refused"]] == [one.name for one in found.refused]
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -262,9 +232,6 @@ TEXT = "--batch_size 2 --sequence_length 8"
         (f"--mesh tp=2 {TEXT}", "Model says nothing of input_ids. Plan it in Python"),
         (TEXT, "--batch_size is for ranks: add --mesh"),
         ("--mesh tp=2 --max_memory 0=1GB", "--max_memory is for the device map of one process"),
-        ("--mesh tp=2 --ranks_per_node 4", "--ranks_per_node is for a search of meshes: add --ranks"),
-        (f"{TEXT} --ranks 2 --memory 1B --mesh tp=2", "--mesh is chosen by a search"),
-        ("--ranks 2 --memory 1GB", "needs --memory, --batch_size and --sequence_length too"),
         ("--config_file empty.yaml", "says neither num_processes nor a mesh"),
     ],
 )

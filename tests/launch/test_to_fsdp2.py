@@ -1,15 +1,12 @@
 """``accelfn to-fsdp2``: which keys go, which stay, and what it refuses."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
 from accelfn.launch.to_fsdp2 import rewrite_for_fsdp2
 
@@ -52,22 +49,6 @@ def test_what_needs_no_change_stays() -> None:
         assert rewrite_for_fsdp2(tree) == (tree, ())
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from(
-            (
-                *("version", "offload_params", "backward_prefetch", "use_orig_params", "auto_wrap_policy"),
-                *("backward_prefetch_policy", "transformer_cls_to_wrap", "transformer_layer_cls_to_wrap"),
-            )
-        ),
-        st.sampled_from((1, True, "x")),
-    )
-)
-def test_rewriting_again_changes_nothing(fields: dict[str, Any]) -> None:
-    once = rewrite_for_fsdp2({"fsdp": fields}).tree
-    assert rewrite_for_fsdp2(once) == (once, ())
-
-
 def test_spellings_of_older_versions() -> None:
     older = {
         "fsdp_backward_prefetch_policy": "BACKWARD_PRE",
@@ -102,13 +83,9 @@ def test_the_command_writes_the_new_file(suffix: str, command: Command) -> None:
     ("text", "flags", "message"),
     [
         ("{}", ("--overwrite",), "is empty"),
-        ("fsdp: [", ("--overwrite",), "line 1, column 8"),
-        ("fsdp: &a {version: *a}", ("--overwrite",), "aliases (*name) aren't supported"),
-        ("fsdp: 2026-99-99", ("--overwrite",), "not valid YAML: month must be"),
         ("fsdp: {version: 1}", (), "pass --output_file"),
         ("fsdp: {version: 1}", ("--output_file", "config.yaml"), "config.yaml exists"),
-        ("- 1", ("--overwrite",), "must be a mapping of keys to values"),
-        ("fsdp: {sharding_strategy: HALF}", ("--overwrite",), "unknown sharding strategy 'HALF'"),
+        ("fsdp: {sharding_strategy: HALF}", ("--overwrite",), "HYBRID_SHARD_ZERO2, got 'HALF'"),
         ("fsdp: on and on", ("--overwrite",), "fsdp must be a section"),
         (None, ("--overwrite",), "no config file"),
     ],
@@ -120,10 +97,3 @@ def test_bad_input_is_one_sentence_and_status_2(
         Path("config.yaml").write_text(text)
     status, _, stderr = command("to-fsdp2 --config_file config.yaml", *flags)
     assert (status, message in stderr.splitlines()[-1]) == (2, True), stderr
-
-
-def test_without_pyyaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    Path("config.yaml").write_text("a: 1")
-    status, _, stderr = command("to-fsdp2 --config_file config.yaml --overwrite")
-    assert (status, "pip install 'accelfn[cli]'" in stderr) == (2, True)

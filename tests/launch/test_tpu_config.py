@@ -49,15 +49,12 @@ def test_a_configuration_gives_what_flags_do_not(
     assert printed(capsys, *config)[-4:] == [
         *("t", "--command=cd /usr/share; echo a; echo b", "--worker=all", "--zone=z")
     ]
+    (tmp_path / "commands").write_text("# set up\necho a\n\n  echo b\n")
+    of_file = ("--tpu_name", "t", "--command_file", str(tmp_path / "commands"))
+    assert printed(capsys, *of_file)[-2] == "--command=cd /usr/share; echo a; echo b"
     assert printed(capsys, *config, "--tpu_name", "u", "--tpu_zone", "y", "--command", "echo c")[-4:] == [
         *("u", "--command=cd /usr/share; echo c", "--worker=all", "--zone=y")
     ]
-
-
-def test_a_file_of_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "commands").write_text("# set up\necho a\n\n  echo b\n")
-    argv = ("--tpu_name", "t", "--command_file", str(tmp_path / "commands"))
-    assert printed(capsys, *argv)[-2] == "--command=cd /usr/share; echo a; echo b"
 
 
 @pytest.mark.parametrize(

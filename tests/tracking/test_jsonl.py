@@ -3,7 +3,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves open what tolist gives.
 
-import io
 import json
 import math
 import os
@@ -105,11 +104,8 @@ def test_any_plain_value_is_one_line_of_standard_json(values: dict[str, Any]) ->
     assert list(found["values"]) == list(values)
 
 
-def test_without_a_name_each_run_has_its_own_folder(tmp_path: Path) -> None:
+def test_each_run_has_its_own_folder_and_names_stay_inside_of_it(tmp_path: Path) -> None:
     assert started(tmp_path).folder != started(tmp_path).folder
-
-
-def test_names_stay_inside_of_the_folder(tmp_path: Path) -> None:
     for project in ("../x/y", ".."):
         tracker = JSONLTracker(project, tmp_path, run_name="..")
         tracker.start()
@@ -227,17 +223,6 @@ def test_images_are_files_that_a_line_names(tmp_path: Path) -> None:
     line.pop("time")
     assert line == {"kind": "images", "step": 1, "name": "faces", "files": files, "captions": None}
     assert all((tracker.folder / file).is_file() for file in files)
-
-
-@pytest.mark.slow
-@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1, 3, 4]), st.integers(0, 99))
-def test_a_png_file_has_the_pixels(height: int, width: int, channels: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (height, width, channels), generator=generator, dtype=torch.uint8)
-    buffer = io.BytesIO()
-    as_pillow(pixels).save(buffer, "PNG")
-    (found,) = read_pixels(pytest.importorskip("PIL.Image").open(buffer))
-    assert torch.equal(found, pixels)
 
 
 def test_without_pillow_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

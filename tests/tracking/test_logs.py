@@ -56,24 +56,17 @@ def test_a_message_comes_once_or_from_every_rank(kept: Kept) -> None:
     assert sorted(kept.texts) == sorted(["[RANK 0] once", *(f"[RANK {rank}] all of 3" for rank in range(3))])
 
 
-def test_in_order_they_come_in_order(kept: Kept) -> None:
+@pytest.mark.parametrize("level", ["INFO", "WARNING"])  # ranks whose level is higher wait too
+def test_in_order_they_come_in_order(kept: Kept, level: str) -> None:
     def run(ctx: Context) -> None:
-        logger = get_logger("accelfn-test", "INFO", ctx=ctx)
+        logger = get_logger("accelfn-test", level, ctx=ctx)
         for number in range(3):
             logger.info("turn %d", number, in_order=True)
-
-    run_ranks(run, 4)
-    assert kept.texts == [f"[RANK {rank}] turn {number}" for number in range(3) for rank in range(4)]
-
-
-def test_ranks_whose_level_is_higher_wait_in_order_too(kept: Kept) -> None:
-    def run(ctx: Context) -> None:
-        logger = get_logger("accelfn-test", "WARNING", ctx=ctx)
-        logger.info("nobody says it", in_order=True)
         af.wait_for_everyone(ctx)
 
-    run_ranks(run, 2)
-    assert kept.texts == []
+    run_ranks(run, 4)
+    said = [f"[RANK {rank}] turn {number}" for number in range(3) for rank in range(4)]
+    assert kept.texts == (said if level == "INFO" else [])
 
 
 def test_in_order_needs_a_context_only_where_there_are_several_ranks(
@@ -182,29 +175,17 @@ def test_a_bar_is_shown_on_the_main_process_and_the_loop_is_the_same(capfd: Any)
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_launched")
-def test_without_a_context_the_launcher_decides_who_shows_the_bar() -> None:
-    pytest.importorskip("tqdm")
-    bar: Any = tqdm(range(1), main_process_only=False)
-    assert not bar.disable
-    bar.close()
-    hidden = tqdm(total=5, disable=False)
-    assert hidden.disable  # asked not to be disabled, but not the main process
-    with tqdm(total=2) as counted:
-        counted.update(2)
-        counted.set_description("x")
-        counted.set_postfix(loss=0.5)
-
-
-@pytest.mark.slow
-def test_arguments_are_those_of_tqdm() -> None:
+def test_arguments_are_those_of_tqdm_and_without_a_context_the_launcher_decides() -> None:
     pytest.importorskip("tqdm")
     file = io.StringIO()
-    bar: Any = tqdm(range(2), "training", 5, ctx=Context(), file=file)
-    assert bar.total == 5
+    bar: Any = tqdm(range(2), "training", 5, main_process_only=False, file=file)
+    assert (bar.total, bar.disable) == (5, False)
     bar.close()
     assert "training" in file.getvalue()
-    hidden: Any = tqdm(range(1), disable=True)
-    assert hidden.disable
+    with tqdm(total=5, disable=False) as hidden:
+        assert hidden.disable  # asked not to be disabled, but not the main process
+        hidden.update(2)
+        hidden.set_postfix(loss=0.5)
 
 
 def test_the_old_form_is_an_error() -> None:

@@ -178,29 +178,23 @@ def test_the_main_process_acts_and_others_return_at_once() -> None:
     assert found == [(calls, False, names, 0), ([], True, names, 1), ([], True, names, 2)]
 
 
-def test_nothing_communicates_so_a_program_may_call_on_the_main_process_alone() -> None:
+class Untouchable:
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+
+def test_nothing_communicates_and_values_are_touched_only_where_a_tracker_acts() -> None:
     def run(ctx: Context) -> int:
-        if ctx.is_main_process:
-            trackers = init_trackers(ctx, "project", log_with=Memory)
+        trackers = init_trackers(ctx, "project", log_with=Memory)
+        if ctx.is_main_process:  # alone
             log(trackers, {"a": 1})
             finish(trackers)
+        else:
+            log(trackers, {"a": Untouchable()})
+            log_images(trackers, {"a": Untouchable()})
         return int(af.reduce(ctx, torch.ones(())))
 
     assert run_ranks(run, 2) == [2, 2]
-
-
-def test_a_rank_where_no_tracker_acts_does_not_touch_the_values() -> None:
-    class Untouchable:
-        def __getattr__(self, name: str) -> Any:
-            raise AssertionError(f"{name} was asked for")
-
-    def run(ctx: Context) -> None:
-        trackers = init_trackers(ctx, "project", log_with=Memory)
-        if not ctx.is_main_process:
-            log(trackers, {"a": Untouchable()})
-            log_images(trackers, {"a": Untouchable()})
-
-    run_ranks(run, 2)
 
 
 def test_a_stand_in_takes_what_runs_of_packages_take_beside_calls() -> None:
@@ -320,7 +314,11 @@ def test_a_table_has_rows_that_fit_its_columns() -> None:
 
 
 def test_a_failing_tracker_warns_once_and_the_others_continue() -> None:
-    memory, broken = Memory(), Broken(breaks=("config", "log", "finish"))
+    memory, broken, down = Memory(), Broken(breaks=("config", "log", "finish")), Broken(breaks=("start",))
+    with pytest.warns(UserWarning, match="'broken' failed in start.*continues without it"):
+        trackers = init_trackers(Context(), "project", log_with=[down, Memory()])
+    assert (len(trackers.active), kinds(down)) == (1, ["built"])
+    assert isinstance(get_tracker(trackers, "broken"), BlankTracker)
     with pytest.warns(UserWarning, match="'broken' failed in store_init_.*ConnectionError: no net") as caught:  # noqa: PT031 -- the number of warnings of all of it is the point
         trackers = init_trackers(Context(), "project", log_with=[broken, memory], config={"a": 1})
         for step in range(3):
@@ -330,16 +328,6 @@ def test_a_failing_tracker_warns_once_and_the_others_continue() -> None:
     assert Path(caught[0].filename).name == Path(__file__).name
     assert trackers.failures == {"broken": 5}
     assert kinds(memory) == ["built", "start", "config", "log", "log", "log", "finish"]
-
-
-def test_a_tracker_that_can_not_start_is_skipped() -> None:
-    memory, broken = Memory(), Broken(breaks=("start",))
-    with pytest.warns(UserWarning, match="'broken' failed in start.*continues without it"):
-        trackers = init_trackers(Context(), "project", log_with=[broken, memory])
-    log(trackers, {"a": 1})
-    assert trackers.active == (memory,)
-    assert isinstance(get_tracker(trackers, "broken"), BlankTracker)
-    assert kinds(broken) == ["built"]
 
 
 def test_wrong_arguments_of_a_tracker_are_an_error_on_every_rank() -> None:

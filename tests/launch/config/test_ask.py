@@ -171,40 +171,30 @@ def test_a_file_that_cannot_be_read_is_not_replaced_unasked(tmp_path: pathlib.Pa
     assert path.read_text() == "config_version: 99\n"
 
 
-def pretend_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-
-
-def test_without_a_terminal_the_error_names_the_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config"]) == 2
-    error = capsys.readouterr().err
-    assert "accelfn config default" in error
-    assert "flags" in error
-
-
 @pytest.mark.parametrize(
-    ("place", "reason"), [("folder", "is a directory"), ("file/config.yaml", "can't write")]
+    ("place", "package", "message"),
+    [
+        ("folder", ModuleType("questionary"), "is a directory"),
+        ("file/config.yaml", ModuleType("questionary"), "can't write"),
+        ("a.yaml", None, "pip install 'accelfn[cli]'"),
+    ],
 )
-def test_an_unwritable_path_is_refused_before_the_first_question(
+def test_what_cannot_be_asked_or_written_is_refused_before_the_first_question(
     place: str,
-    reason: str,
+    package: ModuleType | None,
+    message: str,
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pretend_a_terminal(monkeypatch)
-    monkeypatch.setitem(sys.modules, "questionary", ModuleType("questionary"))
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
-    assert main(["config", "--config_file", str(tmp_path / place)]) == 2
-    assert reason in capsys.readouterr().err
-
-
-def test_a_missing_extra_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pretend_a_terminal(monkeypatch)
-    monkeypatch.setitem(sys.modules, "questionary", None)
-    assert main(["config"]) == 2
-    assert "pip install 'accelfn[cli]'" in capsys.readouterr().err
+    argv = ["config", "--config_file", str(tmp_path / place)]
+    if package is None:
+        assert main(argv) == 2
+        assert "needs a terminal. Use accelfn config default, or pass flags" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setitem(sys.modules, "questionary", package)
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err

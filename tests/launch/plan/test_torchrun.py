@@ -143,7 +143,6 @@ PAIRS = [f"--rdzv_conf={conf}" for conf in ("timeout", "timeout=", "=3", "timeou
 OTHER = ("rdzv_backend=c10d", "tpu", "compute_environment=AMAZON_SAGEMAKER", "enable_cpu_affinity")
 REFUSED = [
     *((flag, "it must be 0 .none., 1") for flag in STREAMS),
-    ("--tee=0:3,2:1", "--tee 0:3,2:1 names local rank 2, .* are 0 to 1"),
     ("--redirects=3", "--redirects 3 writes output to files only. Pass --log_dir"),
     *((flag, "--rdzv_conf: it must be comma-separated key=value pairs") for flag in PAIRS),
     ("--elastic --rdzv_id=7 --no_preflight", "itself, which --rdzv_id and --no_preflight would change"),
