@@ -97,11 +97,19 @@ def clip_pieces_(ctx: Context, gradients: Sequence[torch.Tensor], max_norm: floa
 
     Ranks: every rank of ``ctx``, with one sum of one number.
     """
-    size = ctx.num_processes
-    parts = [_Part(local_of(one), 1 if isinstance(one, Sharded) else size) for one in gradients]
-    norm = _norm_over_ranks(ctx, parts, 2.0)
-    _shrink_([part.gradient for part in parts], norm, max_norm)
+    norm = norm_of_pieces(ctx, gradients)
+    _shrink_([*map(local_of, gradients)], norm, max_norm)
     return norm
+
+
+def norm_of_pieces(ctx: Context, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the Euclidean norm of tensors together, of which some are Sharded over the ranks of ``ctx``.
+
+    Ranks: every rank of ``ctx``, with one sum of one number. The other tensors are the same on all.
+    """
+    size = ctx.num_processes
+    parts = [_Part(local_of(one), 1 if isinstance(one, Sharded) else size) for one in tensors]
+    return _norm_over_ranks(ctx, parts, 2.0)
 
 
 def _shrink_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:

@@ -12,7 +12,9 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import NamedTuple
 
+from accelfn.context import Context
 from accelfn.errors import NotAvailableError
+from accelfn.parallel.norm import norm_of_pieces
 from accelfn.tree import Sharded, flatten, global_norm, map_tensors
 
 __all__ = (
@@ -210,32 +212,50 @@ def masked(optimizer: FunctionalOptimizer, mask: Callable[[str], bool] | Any) ->
     return optimizer._replace(init=init, update=update)
 
 
-def clip_by_global_norm(grads: Params, max_norm: float) -> tuple[Params, torch.Tensor]:
+def clip_by_global_norm(
+    grads: Params, max_norm: float, *, ctx: Context | None = None
+) -> tuple[Params, torch.Tensor]:
     """Return gradients scaled so that their norm is at most ``max_norm``, and the norm before.
 
+    Ranks: local; with DTensors, every rank of their mesh; with ``ctx``, every rank of it.
+
     Args:
-        grads: A tree of tensors, or of DTensors: the norm is that of the whole.
+        grads: A tree of tensors, of DTensors, or of :class:`accelfn.tree.Sharded`: the norm is that of the
+            whole.
         max_norm: Positive.
+        ctx: The ranks over which leaves are Sharded; the other leaves are the same on all of them.
 
     >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
     ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
     """
-    norm = global_norm(grads)
+    norm = global_norm(grads) if ctx is None else norm_of_pieces(ctx, flatten(grads)[0])
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    return map_tensors(lambda grad: grad * factor.to(grad.device), grads), norm
+
+    def shrunk(grad: torch.Tensor) -> torch.Tensor:
+        if isinstance(grad, Sharded):
+            return grad.like(shrunk(grad.local))
+        return grad * factor.to(grad.device)
+
+    return map_tensors(shrunk, grads), norm
 
 
 def ema_update(average: Params, params: Params, decay: float) -> Params:
     """Return ``decay * average + (1 - decay) * params`` for each leaf: an exponential moving average.
 
+    Of leaves that are :class:`accelfn.tree.Sharded` alike, the pieces are averaged.
+
     >>> ema_update({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.75)
     {'w': tensor([0.2500])}
     """
+
+    def moved(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if isinstance(one, Sharded) and isinstance(other, Sharded) and one.place == other.place:
+            return one.like(moved(one.local, other.local))
+        return torch.lerp(one, other.to(one.dtype), 1.0 - decay)
+
     left, structure = flatten(average)
     right = cast("Sequence[torch.Tensor]", flatten(params)[0])
-    return structure.unflatten(
-        [torch.lerp(one, other.to(one.dtype), 1.0 - decay) for one, other in zip(left, right, strict=True)]
-    )
+    return structure.unflatten([moved(one, other) for one, other in zip(left, right, strict=True)])
 
 
 def _state_of(

@@ -44,6 +44,8 @@ def global_norm(tree: Any) -> torch.Tensor:
     """Return the Euclidean norm of all tensors together, as of ``torch.nn.utils.get_total_norm``.
 
     Ranks: local; of DTensors that are sharded, every rank of their mesh, and the norm is that of the whole.
+    Of :class:`accelfn.tree.Sharded` leaves, :func:`accelfn.clip_by_global_norm` returns it, which takes the
+    ranks.
 
     Returns:
         Shape ``()``; zero for a tree without tensors.

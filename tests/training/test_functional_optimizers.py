@@ -8,9 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.optim import Optimizer
 
+from accelfn import Context
+from accelfn.comm.pieces import cut, join
 from accelfn.errors import NotAvailableError
+from accelfn.testing import run_ranks
+from accelfn.testing.strategies import gradients, parameters
 from accelfn.training.functional_optimizers import clip_by_global_norm, ema_update, functional, masked
 from accelfn.tree import flatten
 
@@ -154,13 +160,13 @@ def test_gradients_are_clipped_and_parameters_averaged() -> None:
 
 
 def test_what_cannot_be_functional_is_refused() -> None:
-    for given, message in (
+    for option, message in (
         (torch.optim.LBFGS, "LBFGS evaluates"),
         ("adam", "a class of optimizers"),
         (3, "got 3"),
     ):
         with pytest.raises(TypeError, match=message):
-            functional(given)  # pyright: ignore[reportArgumentType]
+            functional(option)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="learning rate"):
         functional(torch.optim.AdamW, lr=-1.0)
 
@@ -171,3 +177,20 @@ def test_what_cannot_be_functional_is_refused() -> None:
     optimizer = functional(Counts, lr=0.1)
     with pytest.raises(NotAvailableError, match="in its parameter groups"):
         optimizer.update({"w": torch.ones(1)}, optimizer.init({"w": torch.ones(1)}), {"w": torch.ones(1)})
+
+
+@given(st.data(), st.integers(1, 4))
+def test_pieces_are_clipped_and_averaged_as_the_whole(data: st.DataObject, size: int) -> None:
+    whole = data.draw(parameters())
+    grads = data.draw(gradients(whole))
+    clipped, norm = clip_by_global_norm(grads, 1.0)
+    average = ema_update(whole, grads, 0.75)
+
+    def run(ctx: Context) -> None:
+        own, own_grads = cut(ctx, whole), cut(ctx, grads)
+        found, found_norm = clip_by_global_norm(own_grads, 1.0, ctx=ctx)
+        torch.testing.assert_close(found_norm, norm)
+        torch.testing.assert_close(join(ctx, "test", found), clipped)
+        torch.testing.assert_close(join(ctx, "test", ema_update(own, own_grads, 0.75)), average)
+
+    run_ranks(run, size)
