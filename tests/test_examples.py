@@ -183,4 +183,4 @@ def test_the_transformer_of_functions_is_the_same_on_any_number_of_ranks() -> No
     assert len(whole) == 6
     for found in (one for ranks in others for one in ranks):
         for left, right in zip(found, whole, strict=True):
-            assert left == pytest.approx(right, rel=0.02, abs=2e-3)
+            assert left == pytest.approx(right, rel=1e-3)
