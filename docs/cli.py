@@ -22,6 +22,7 @@ GUIDES = {
     "merge-weights": "small-commands",
     "to-fsdp2": "small-commands",
     "tpu-config": "small-commands",
+    "completion": "launch",
 }
 
 HEAD = """# accelfn launch: all flags

@@ -17,7 +17,7 @@ from typing import NoReturn
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.cluster import read_mpi, read_step
-from accelfn.launch.command_line import Parsed, launch_parser, parse_flags
+from accelfn.launch.command_line import CommandParser, Parsed, launch_parser, parse_flags
 from accelfn.launch.config import LaunchConfig, is_active
 from accelfn.launch.config_file import ConfigFile, find_config_file, read_config
 from accelfn.launch.kinds import FILE
@@ -27,6 +27,11 @@ from accelfn.launch.output import print_origins
 from accelfn.launch.plan import plan_launch
 from accelfn.launch.plan_commands import LOOPBACK, LaunchPlan, Script, format_plan
 from accelfn.launch.sources import Resolved, resolve
+
+
+def make_parser() -> CommandParser:
+    """Build the parser of the command, for completion."""
+    return launch_parser()
 
 
 def read(argv: Sequence[str]) -> Parsed:

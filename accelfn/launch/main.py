@@ -28,6 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "merge-weights": ("merge_weights", "merge the sharded weights of FSDP into one file"),
         "to-fsdp2": ("to_fsdp2", "convert a config file from FSDP to FSDP2"),
         "tpu-config": ("tpu_config", "run shell commands on every machine of a TPU"),
+        "completion": ("completion", "print a shell completion script"),
     }
 )
 # 128 + SIGPIPE, the status of other programs whose output is no longer read.
