@@ -136,7 +136,7 @@ def format_report(failures: Sequence[Failure], *, num_processes: int, has_logs: 
     lines += [f"  {line}" for line in text]
     frames = first.frames[-_MAX_FRAMES:]
     if len(frames) < len(first.frames):
-        lines.append(f"    ... ({len(first.frames) - len(frames)} frames)")
+        lines.append("    ... (earlier frames)")
     for path, line, function, source in frames:
         where = f"{path}:{line}" + (f" in {function}" if function else "")
         lines.append(f"    {where}: {source}" if source else f"    {where}")
