@@ -42,8 +42,10 @@ def __getattr__(name: str) -> object:
 
 def _missing(name: str) -> str:
     """Say where a name is that isn't at the root. Sources are read, since importing them would load torch."""
-    exported = re.compile(rf"^(from accelfn\S* import |\s+)[^#\"=\n]*\b{name}\b( as {name})?(,|$)", re.M)
-    sources = [*Path(__file__).parent.glob("*/__init__.py*"), Path(__file__).with_name("engines.py")]
+    imported = rf"(from accelfn\S* import |\s+)[^#\"=\n]*\b{name}\b( as {name})?(,|$)"
+    exported = re.compile(rf"^({imported}|def {name}\()", re.M)
+    folder = Path(__file__).parent
+    sources = [*folder.glob("*/__init__.py*"), folder / "engines.py", folder / "keys.py"]
     homes = [
         f"accelfn.{path.parent.name if path.stem == '__init__' else path.stem}.{name}"
         for path in sorted(sources)

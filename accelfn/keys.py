@@ -29,7 +29,7 @@ def key(seed: int | str | bytes, *, device: torch.device | str | None = None) ->
     """Return a key: int64, shape ``(2,)``.
 
     Args:
-        seed: Any int, or a text; equal ones give equal keys.
+        seed: An int of 64 bits, from ``-2 ** 63``, or a text; equal ones give equal keys.
         device: Of the key, and of the numbers that are made with it; the CPU by default.
 
     >>> key(0)
@@ -54,10 +54,7 @@ def fold_in(key: torch.Tensor, *numbers: int | torch.Tensor) -> torch.Tensor:
     torch.Size([3, 2])
     """
     for number in numbers:
-        counter = torch.as_tensor(number, dtype=torch.int64, device=key.device)
-        one = torch.ones_like(counter)
-        words = _philox_of(key, (counter & _MASK, (counter >> 32) & _MASK, one, one))
-        key = torch.stack((words[0], words[1]), dim=-1)
+        key = _folded(key, number, 1)
     return key
 
 
@@ -83,11 +80,11 @@ def seed_of(seed: int | str | bytes, *numbers: int | str) -> int:
 
 
 def split(key: torch.Tensor, number: int = 2) -> tuple[torch.Tensor, ...]:
-    """Return ``number`` keys, none of which is ``key``.
+    """Return ``number`` keys, none of which is ``key`` or one of :func:`fold_in`.
 
     >>> first, second = split(key(0))
     """
-    return tuple(fold_in(key, index) for index in range(number))
+    return tuple(_folded(key, index, 2) for index in range(number))
 
 
 def uniform(
@@ -146,6 +143,8 @@ def bernoulli(key: torch.Tensor, p: float | torch.Tensor, shape: Sequence[int] =
     >>> bernoulli(key(0), 0.5, (4,))
     tensor([ True, False, False, False])
     """
+    if not isinstance(p, torch.Tensor) and not 0.0 <= p <= 1.0:
+        raise ValueError(f"bernoulli: p must be from 0 to 1, got {p!r}.")
     return uniform(key, shape) < p
 
 
@@ -181,28 +180,50 @@ def permutation(key: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _two_words(seed: int | str | bytes) -> tuple[int, int]:
-    """Return two words of 32 bits: of a number its lowest ones, of a text those of its hash."""
+    """Return two words of 32 bits: those of a number, or of the hash of a text."""
+    if not isinstance(seed, int | str | bytes):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"keys: a seed is an int or a text, got {seed!r}.")
     if not isinstance(seed, int):
         text = seed.encode() if isinstance(seed, str) else seed
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"keys: a seed has 64 bits, got {seed}. Pass another as a text, str(seed).")
     return seed & _MASK, (seed >> 32) & _MASK
+
+
+def _folded(key: torch.Tensor, number: int | torch.Tensor, kind: int) -> torch.Tensor:
+    """Return the key of a number; ``kind`` keeps those of :func:`fold_in` and of :func:`split` apart."""
+    _check_key(key)
+    counter = torch.as_tensor(number)
+    if counter.is_floating_point() or counter.is_complex():
+        raise TypeError(f"fold_in: numbers are integers, got {number!r}.")
+    counter = counter.to(device=key.device, dtype=torch.int64)
+    one = torch.ones_like(counter)
+    words = _philox_of(key, (counter & _MASK, (counter >> 32) & _MASK, one, kind * one))
+    return torch.stack((words[0], words[1]), dim=-1)
 
 
 def _bits(key: torch.Tensor, number: int) -> torch.Tensor:
     """Return ``number`` random words of 32 bits, as int64."""
+    _check_key(key)
     index = torch.arange(-(-number // 4), dtype=torch.int64, device=key.device)
     zero = torch.zeros_like(index)
     words = _philox_of(key, (index & _MASK, index >> 32, zero, zero))
     return torch.stack(words, dim=-1).flatten()[:number]
 
 
-def _philox_of(key: torch.Tensor, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return four random words of 32 bits for each counter of four words, all as int64."""
+def _check_key(key: torch.Tensor) -> None:
+    if not isinstance(key, torch.Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"a key is a tensor, as of accelfn.key(seed), got {key!r}.")
     if key.dtype != torch.int64 or key.dim() < 1 or key.shape[-1] != 2:
         raise TypeError(
             f"a key is an int64 tensor of shape (2,), as of accelfn.key(seed), got {key.dtype} of shape "
             f"{tuple(key.shape)}."
         )
+
+
+def _philox_of(key: torch.Tensor, counter: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Return four random words of 32 bits for each counter of four words, all as int64."""
     return _philox(key[..., 0], key[..., 1], counter)
 
 

@@ -115,6 +115,29 @@ def test_samples_get_the_same_numbers_on_any_rank(on: Any) -> None:
     assert torch.equal(torch.cat(run_ranks(draw, 4, on)), whole)
 
 
+def test_split_and_fold_in_give_different_keys() -> None:
+    key = keys.key(0)
+    found = [*keys.split(key, 3), *(keys.fold_in(key, number) for number in range(3)), key]
+    assert len({tuple(one.tolist()) for one in found}) == 7
+
+
+def test_what_is_no_seed_number_or_probability_is_refused() -> None:
+    key: Any = keys.key(0)
+    calls: list[tuple[Any, type[Exception], str]] = [
+        (lambda: keys.key(2**70), ValueError, "a seed has 64 bits"),
+        (lambda: keys.key(-(2**63) - 1), ValueError, "a seed has 64 bits"),
+        (lambda: vars(keys)["key"](1.5), TypeError, r"an int or a text, got 1\.5"),
+        (lambda: keys.seed_of(0, 2**64), ValueError, "a seed has 64 bits"),
+        (lambda: keys.fold_in(key, vars(math)["pi"]), TypeError, "numbers are integers, got 3"),
+        (lambda: keys.bernoulli(key, 2.0), ValueError, r"from 0 to 1, got 2\.0"),
+        (lambda: vars(keys)["uniform"](5, ()), TypeError, "a key is a tensor"),
+    ]
+    for call, error, message in calls:
+        with pytest.raises(error, match=message):
+            call()
+    assert torch.equal(keys.key(-1), keys.key(2**64 - 1))
+
+
 def test_what_is_no_key_is_refused() -> None:
     for wrong in (torch.zeros(2), torch.zeros(3, dtype=torch.int64), torch.tensor(1)):
         with pytest.raises(TypeError, match=r"a key is an int64 tensor of shape \(2,\)"):

@@ -68,6 +68,7 @@ def test_an_unknown_name_is_an_attribute_error_that_names_it_and_the_page_of_nam
         ("EXIT_PREEMPTED", ["accelfn.checkpoint"]),  # exported by __all__
         ("debug_launcher", ["accelfn.launch"]),  # imported when it is asked for
         ("zero3_init", ["accelfn.engines"]),
+        ("uniform", ["accelfn.keys"]),
         ("Precision", ["accelfn.config", "accelfn.context"]),
         ("gather_fr", []),
         ("_find_name", []),

@@ -66,6 +66,7 @@ def windows(
         uneven: As for :func:`accelfn.microbatches`.
 
     Raises:
+        TypeError: ``epochs`` is no int; or the data is an iterator, and it isn't 1.
         ValueError: ``epochs`` is negative.
         UnevenDataError: As :func:`accelfn.microbatches`, which raises more.
 
@@ -73,8 +74,15 @@ def windows(
     >>> [(window.batches, window.epoch, window.is_last) for window in windows(ctx, [1, 2, 3], epochs=2)]
     [((1, 2), 0, False), ((3,), 0, True), ((1, 2), 1, False), ((3,), 1, True)]
     """
+    if epochs is not None and not isinstance(epochs, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"windows: epochs must be an int, or None for no end, got {epochs!r}.")
     if epochs is not None and epochs < 0:
         raise ValueError(f"windows: epochs must not be negative, got {epochs}.")
+    if isinstance(loader, Iterator) and epochs != 1:
+        raise TypeError(
+            f"windows: a {type(loader).__name__} can be read once, but epochs={epochs}. Pass what makes it, "
+            "such as a list or a loader."
+        )
     return _windows(ctx, loader, epochs, uneven)
 
 

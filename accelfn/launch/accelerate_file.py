@@ -128,8 +128,6 @@ def settle(values: dict[str, Any], notes: list[str]) -> None:
         is_idle = name == "rdzv_backend" or (name, value) == ("machine_rank", 0)
         if value is None or value == OPTIONS[name].default or (is_alone and is_idle):
             del values[name]
-    if values.get("multi_gpu"):
-        values.pop("cpu", None)
     if values.get("zero3_init_flag") is True and values.get("zero_stage", 3) != 3:
         del values["zero3_init_flag"]
         notes.append("zero3_init_flag: dropped; it needs zero_stage 3.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -16,6 +16,7 @@ from accelfn.context import Context
 from accelfn.errors import NotAvailableError
 from accelfn.parallel.norm import norm_of_pieces
 from accelfn.tree import Sharded, flatten, global_norm, map_tensors
+from accelfn.tree.maps import leaves_like
 
 __all__ = (
     "FunctionalOptimizer",
@@ -129,6 +130,10 @@ def functional(
         if begin is not None:  # torch makes the state in the first step; this is its function for it
             number = len(inspect.signature(begin).parameters) - 1
             begin(made.param_groups[0], *([] for _ in range(number)))
+        for name, value in late.items():
+            for leaf in fresh:
+                like = leaf if isinstance(value, torch.Tensor) and value.shape == example.shape else value
+                made.state[leaf][name] = torch.zeros_like(like) if isinstance(like, torch.Tensor) else like
         count = torch.zeros((), dtype=torch.int64, device="cpu")
         return {_COUNT: count, **_state_of(made, fresh, leaves, structure)}
 
@@ -139,19 +144,29 @@ def functional(
     def update(grads: Any, state: dict[str, Any], params: Any) -> tuple[Any, dict[str, Any]]:
         leaves, structure = flatten(params)
         check_pieces(leaves)
+        own_grads = leaves_like("functional: parameters and gradients", structure, grads, _is_none)
+        if any(map(_is_differentiated, (*leaves, *own_grads))):
+            raise NotAvailableError(
+                "functional: an update isn't differentiable. Differentiate the loss, and update outside "
+                "of torch.func.grad."
+            )
+        count = int(state[_COUNT])
         changed = leaves if donate else [_copied(leaf) for leaf in leaves]
         own = [_piece_of(leaf).detach() for leaf in changed]
         slots = {
             name: [
                 _piece_at(name, value if donate else _copied(value), leaf)
-                for value, leaf in zip(flatten(tree, _is_none)[0], leaves, strict=True)
+                for value, leaf in zip(
+                    leaves_like("functional: parameters and state", structure, tree, _is_none),
+                    leaves,
+                    strict=True,
+                )
             ]
             for name, tree in state.items()
-            if name != _COUNT
+            if name != _COUNT and (count or name not in late)
         }
-        for leaf, grad in zip(own, flatten(grads, _is_none)[0], strict=True):
+        for leaf, grad in zip(own, own_grads, strict=True):
             leaf.grad = None if grad is None else _piece_of(grad).detach()
-        count = int(state[_COUNT])
         made = make(own, slots, count)
         before = dict(made.param_groups[0])
         made.step()
@@ -165,8 +180,27 @@ def functional(
 
     first = {name: schedule(0) for name, schedule in scheduled.items()}
     build: Any = optimizer
-    template: Any = build([torch.zeros(1, 1, device="cpu")], **{**options, **first})
+    example = torch.zeros(1, 1, device="cpu")
+    template: Any = build([example], **{**options, **first})
+    late: dict[str, Any] = {}
+    late = _names_after_a_step(make, init({"": example}), example)
     return FunctionalOptimizer(init, update, donate, optimizer.__name__, is_elementwise)
+
+
+def _names_after_a_step(
+    make: Callable[..., Any], first: Mapping[str, Any], example: torch.Tensor
+) -> dict[str, Any]:
+    """Return what the state has after the first step alone, such as SGD's momentum, a copy of the gradient.
+
+    ``init`` holds its place, so that a state that is saved later fits a new one.
+    """
+    made = make([example], {}, 0)
+    example.grad = torch.zeros_like(example)
+    try:
+        made.step()
+    except Exception:  # noqa: BLE001 -- such as capturable=True, which needs a GPU
+        return {}
+    return {name: value for name, value in made.state[example].items() if name not in first}
 
 
 def not_elementwise(operation: str, name: str) -> NotAvailableError:
@@ -195,8 +229,12 @@ def masked(optimizer: FunctionalOptimizer, mask: Callable[[str], bool] | Any) ->
     def chosen(tree: Any, params: Any) -> dict[str, Any]:
         structure = flatten(params)[1]
         paths = structure.paths("")
-        keeps = [mask(path) for path in paths] if callable(mask) else flatten(mask)[0]
-        leaves = flatten(tree, _is_none)[0]
+        keeps = (
+            [mask(path) for path in paths]
+            if callable(mask)
+            else leaves_like("masked: parameters and mask", structure, mask)
+        )
+        leaves = leaves_like("masked: parameters and gradients", structure, tree, _is_none)
         return {path: leaf for path, leaf, keep in zip(paths, leaves, keeps, strict=True) if keep}
 
     def init(params: Any) -> dict[str, Any]:
@@ -228,6 +266,8 @@ def clip_by_global_norm(
     >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
     ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
     """
+    if not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: max_norm must be positive, got {max_norm!r}.")
     norm = global_norm(grads) if ctx is None else norm_of_pieces(ctx, flatten(grads)[0])
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
 
@@ -253,8 +293,10 @@ def ema_update(average: Params, params: Params, decay: float) -> Params:
             return one.like(moved(one.local, other.local))
         return torch.lerp(one, other.to(one.dtype), 1.0 - decay)
 
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"ema_update: decay must be from 0 to 1, got {decay!r}.")
     left, structure = flatten(average)
-    right = cast("Sequence[torch.Tensor]", flatten(params)[0])
+    right = leaves_like("ema_update: average and parameters", structure, params)
     return structure.unflatten([moved(one, other) for one, other in zip(left, right, strict=True)])
 
 
@@ -314,3 +356,8 @@ def _copied(value: Any) -> Any:
 
 def _is_none(value: object) -> bool:
     return value is None
+
+
+def _is_differentiated(value: Any) -> bool:
+    """Return whether torch.func differentiates by a value; ``detach`` would hide that."""
+    return isinstance(value, torch.Tensor) and cast("Any", torch)._C._functorch.is_gradtrackingtensor(value)

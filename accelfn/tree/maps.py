@@ -26,7 +26,7 @@ def map(function: Callable[..., Any], tree: T, /, *rest: Any) -> T:  # noqa: A00
     {'x': tensor([2., 2.])}
     """
     leaves, structure = flatten(tree)
-    columns = [leaves, *(_leaves_like("map", structure, other) for other in rest)]
+    columns = [leaves, *(leaves_like("tree.map", structure, other) for other in rest)]
     return structure.unflatten([function(*row) for row in zip(*columns, strict=True)])
 
 
@@ -74,7 +74,7 @@ def where(mask: torch.Tensor | bool, tree: T, other: T) -> T:
     {'x': tensor([0.])}
     """
     leaves, structure = flatten(tree)
-    pairs = zip(leaves, _leaves_like("where", structure, other), strict=True)
+    pairs = zip(leaves, leaves_like("tree.where", structure, other), strict=True)
     if isinstance(mask, bool):
         return tree if mask else other
     return structure.unflatten([torch.where(mask.to(one.device), one, two) for one, two in pairs])
@@ -89,10 +89,13 @@ def pieces(tree: T) -> T:
     return map_tensors(lambda leaf: leaf.local if isinstance(leaf, Sharded) else leaf, tree)
 
 
-def _leaves_like(function: str, structure: TreeSpec, other: Any) -> list[Any]:
-    leaves, found = flatten(other)
+def leaves_like(
+    operation: str, structure: TreeSpec, other: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
+    """Return the leaves of a tree, which must have a structure."""
+    leaves, found = flatten(other, is_leaf)
     if found != structure:
-        raise ValueError(f"tree.{function}: the trees differ: {_difference(structure, found)}.")
+        raise ValueError(f"{operation}: the trees differ: {_difference(structure, found)}.")
     return leaves
 
 

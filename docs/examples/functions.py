@@ -3,9 +3,9 @@
     accelfn launch --num_processes 2 docs/examples/functions.py
     accelfn launch --num_processes 2 docs/examples/functions.py --zero
 
-It learns to repeat the first half of a random sequence in its second half, and prints the same on any number
-of ranks. Each sample has a key of its own, so its dropout doesn't depend on the rank that has it. With --zero
-each rank keeps and updates its piece of the optimizer's state alone.
+It learns to repeat the first half of a random sequence in its second half, and prints the same on 1, 2
+and 4 ranks. Each sample has a key of its own, so its dropout doesn't depend on the rank that has it. With
+--zero each rank keeps and updates its piece of the optimizer's state alone.
 """
 
 import math

@@ -128,6 +128,12 @@ def test_other_data_is_read_in_epochs_of_its_own() -> None:
 def test_numbers_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="epochs must not be negative, got -1"):
         af.windows(af.Context(), [], epochs=-1)
+    with pytest.raises(TypeError, match=r"epochs must be an int, or None for no end, got 1\.5"):
+        af.windows(af.Context(), [], epochs=1.5)  # pyright: ignore[reportArgumentType]
+    for epochs in (2, None):
+        with pytest.raises(TypeError, match="a list_iterator can be read once, but epochs="):
+            af.windows(af.Context(), iter([1]), epochs=epochs)
+    assert len([*af.windows(af.Context(), iter([1]))]) == 1
     with pytest.raises(ConfigurationError, match="num_steps: the data has no length"):
         af.num_steps(af.Context(), iter([]), 2)
 

@@ -179,6 +179,47 @@ def test_what_cannot_be_functional_is_refused() -> None:
         optimizer.update({"w": torch.ones(1)}, optimizer.init({"w": torch.ones(1)}), {"w": torch.ones(1)})
 
 
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_a_new_state_has_the_form_of_a_later_one(kind: type[Optimizer], options: dict[str, Any]) -> None:
+    params: Tree = {"w": torch.ones(4, 3)}
+    optimizer = functional(kind, **options)
+    first = optimizer.init(params)
+    _, later = optimizer.update(params, first, params)
+    kinds = [
+        [(one.shape, one.dtype) if isinstance(one, torch.Tensor) else one for one in flatten(state)[0]]
+        for state in (first, later)
+    ]
+    assert kinds[0] == kinds[1]
+    assert flatten(first)[1] == flatten(later)[1]
+
+
+def test_trees_that_differ_are_refused() -> None:
+    params, other = {"w": torch.ones(2)}, {"v": torch.ones(2)}
+    sgd = functional(torch.optim.SGD, lr=0.1)
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: sgd.update(other, sgd.init(params), params), "parameters and gradients: the trees differ"),
+        (lambda: sgd.update({}, sgd.init(params), params), "parameters and gradients: the trees differ"),
+        (lambda: masked(sgd, {"v": True}).init(params), "parameters and mask: the trees differ"),
+        (lambda: ema_update(params, other, 0.5), "average and parameters: the trees differ"),
+        (lambda: ema_update(params, params, 1.5), r"decay must be from 0 to 1, got 1\.5"),
+        (lambda: clip_by_global_norm(params, -1.0), r"max_norm must be positive, got -1\.0"),
+    ]
+    for call, message in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_an_update_is_not_differentiated_silently() -> None:
+    sgd = functional(torch.optim.SGD, lr=0.1)
+
+    def after(w: torch.Tensor) -> torch.Tensor:
+        params = {"w": torch.ones(2)}
+        return sgd.update({"w": w}, sgd.init(params), params)[0]["w"].sum()
+
+    with pytest.raises(NotAvailableError, match="an update isn't differentiable"):
+        torch.func.grad(after)(torch.ones(2))
+
+
 @given(st.data(), st.integers(1, 4))
 def test_pieces_are_clipped_and_averaged_as_the_whole(data: st.DataObject, size: int) -> None:
     whole = data.draw(parameters())
