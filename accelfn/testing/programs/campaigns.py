@@ -122,11 +122,13 @@ class Report:
     seconds: float
 
     def __str__(self) -> str:
-        """Return the numbers, and a line for each finding."""
+        """Return the numbers, those of programs that were equal by layout, and a line for each finding."""
         kinds = ", ".join(f"{number} {kind}" for kind, number in self.verdicts.most_common())
         number = sum(self.verdicts.values())
         pairs = f"{sum(len(one) == 2 for one in self.covered)} pairs of features equal"
         lines = [f"{number} programs in {self.seconds:.0f} s: {kinds}; {pairs}"]
+        layouts = Counter(str(program.layout) or "one process" for program, _ in self.equal)
+        lines += [f"{number:5} equal  {layout}" for layout, number in sorted(layouts.items())]
         lines += [
             f"{one.verdict.kind:9} {one.program}\n          {one.verdict.what[:300]}" for one in self.findings
         ]

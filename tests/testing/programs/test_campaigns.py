@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.testing.programs import draw, finding_of, simpler
+from accelfn.testing.programs import Report, draw, finding_of, simpler
 from tests.programs.grammar import GRAMMAR
 
 
@@ -36,3 +37,14 @@ def test_a_finding_hides_no_more_than_what_was_found() -> None:
     }
     for text, features in found.items():
         assert finding_of(GRAMMAR.program(text)) == features
+
+
+def test_a_report_counts_equal_programs_by_layout() -> None:
+    programs = [GRAMMAR.program(text) for text in ("hook", "tp=2 hook", "dp=2", "tp=2")]
+    equal = tuple((program, 1.0) for program in programs)
+    report = Report(verdicts=Counter(equal=4), covered=frozenset(), findings=(), equal=equal, seconds=4.0)
+    assert str(report).splitlines()[1:] == [
+        "    1 equal  dp=2",
+        "    1 equal  one process",
+        "    2 equal  tp=2",
+    ]
