@@ -241,7 +241,6 @@ def _pack_call(
     caller: str, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any] | None
 ) -> bytes:
     has_cloudpickle, name = _find_pickler() is not pickle, name_of(fn)
-    is_local = "<" in name  # in a function, or a lambda
     problem: Exception | None = None
     try:
         packed = pack((fn, tuple(args), options), _refusing(_find_pickler()))
@@ -249,7 +248,8 @@ def _pack_call(
         packed, problem = b"", error
     # Pickle finds a function of the script itself here; the rank has another __main__.
     is_of_main = problem is None and getattr(fn, "__module__", None) == "__main__"
-    if not has_cloudpickle and (is_of_main or (problem is not None and is_local)):
+    is_local = "<" in name and problem is not None and not isinstance(problem, _ProcessBoundError)
+    if not has_cloudpickle and (is_of_main or is_local):
         raise MissingExtraError(
             f"{caller}: {name} is defined in a notebook, in the script itself or in another function. "
             "Sending it to fresh processes needs cloudpickle: pip install 'accelfn[notebook]'. Or move it to "
@@ -263,6 +263,10 @@ def _pack_call(
     return packed
 
 
+class _ProcessBoundError(TypeError):
+    """An object to send belongs to the world of this process."""
+
+
 def _refusing(pickler: ModuleType) -> Any:
     """Return a pickler that refuses objects which would become a world of one rank in another process."""
 
@@ -273,7 +277,7 @@ def _refusing(pickler: ModuleType) -> Any:
                 (base.__module__, base.__name__) == ("accelfn.accelerator.accelerator", "Accelerator")
                 for base in type(obj).__mro__
             ):
-                raise TypeError(f"its {type(obj).__name__} is bound to this process")
+                raise _ProcessBoundError(f"its {type(obj).__name__} is bound to this process")
             if isinstance(obj, CodeType):  # recent cloudpickle drops the file name
                 return marshal.loads, (marshal.dumps(obj),)
             override = getattr(super(), "reducer_override", None)
