@@ -146,6 +146,7 @@ class BuiltInTracker(GeneralTracker):
 
     def _table(self, name: str, table: Table, step: int | None, options: Any) -> None:
         """Log a table, whose columns may have no names."""
+        super().log_table(name)
 
 
 def _can_import(name: str) -> bool:
