@@ -41,7 +41,10 @@ def __getattr__(name: str) -> object:
 
 
 def _missing(name: str) -> str:
-    """Say where a name is that isn't at the root. Sources are read, since importing them would load torch."""
+    """Return the error for a name that isn't at the root, with the packages that have it.
+
+    Sources are read, since importing them would load torch.
+    """
     imported = rf"(from accelfn\S* import |\s+)[^#\"=\n]*\b{name}\b( as {name})?(,|$)"
     exported = re.compile(rf"^({imported}|def {name}\()", re.M)
     folder = Path(__file__).parent

@@ -53,7 +53,7 @@ class MutableRecord(KwargsHandler):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __init_subclass__(cls, record: Any = None, order: str = "", ignored: tuple[str, ...] = ()) -> None:
-        """Give a class the fields of accelfn's record.
+        """Add to a class the fields of accelfn's record.
 
         Args:
             record: Accelfn's record; None for a class of a program, which inherits from one of these.

@@ -203,7 +203,7 @@ class _Training:
             self._post(slot, "failed")
 
     def say_ended(self) -> None:
-        """Tell the first machine that this one has no process left."""
+        """Report to the first machine that this one has no process left."""
         self._board.post(f"launcher/{self._machine_rank}", "ended")
 
     def _start(self, slot: _Slot) -> None:

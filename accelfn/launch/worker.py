@@ -248,7 +248,7 @@ def _is_users(path: str) -> bool:
 
 
 def _announce() -> None:
-    """Tell the launcher the process ID, and where torch's error file is."""
+    """Report to the launcher the process ID, and where torch's error file is."""
     rank, attempt = (os.environ.get(name, "0") for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     folder = os.environ.get("ACCELFN_RUN_DIR")  # which may be on another machine, or removed
     if folder:
