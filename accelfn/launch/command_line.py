@@ -191,7 +191,7 @@ def positive(text: str) -> int:
 
 
 def launch_parser() -> CommandParser:
-    """Build a parser with the flags of ``accelfn launch``, for its help: parse_flags parses."""
+    """Build a parser with the flags of ``accelfn launch``, for help and completion: parse_flags parses."""
     parser = CommandParser(
         prog="accelfn launch",
         usage="accelfn launch [flags] script [arguments of the script]",
@@ -204,7 +204,8 @@ def launch_parser() -> CommandParser:
         formatter_class=partial(argparse.HelpFormatter, max_help_position=36, width=110),
     )
     add_launch_flags(parser)
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
+    script: Any = parser.add_argument("script", nargs=argparse.REMAINDER, help="script and its arguments")
+    script.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
     return parser
 
 

@@ -17,6 +17,8 @@ def test_every_flag_is_in_every_script(shell: str, capsys: pytest.CaptureFixture
     script = capsys.readouterr().out
     for name in (*OPTIONS, "only", "max_memory", "overwrite", "unsafe_serialization", "use_alpha"):
         assert f"-l {name} " in script or f"--{name}" in script
+    scripts = {"bash": "_launch_pos_0_COMPGEN=_shtab_compgen_files", "zsh": "script and its arguments:_files"}
+    assert scripts.get(shell, "") in script  # paths
     program = shutil.which(shell)
     if program is not None:
         check = "--no-execute" if shell == "fish" else "-n"
